@@ -1,0 +1,308 @@
+"""The frozen values that plugins return and receive. Torch-free: importing this module costs nothing.
+
+Implementations are named as ``"package.module:attribute"`` and imported only when a run uses them, so that the
+whole run is resolved and checked before torch is loaded. What an implementation must offer is written in
+:mod:`draftsmith.interfaces`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import Attribute, field, frozen
+
+from draftsmith.errors import Problem
+
+__all__ = [
+    "API_MAJOR",
+    "ENTRY_POINT_GROUP",
+    "PROJECT_NAME",
+    "Algorithm",
+    "CaptureRequirements",
+    "CheckpointSaved",
+    "CheckpointSchema",
+    "Command",
+    "DraftArchitecture",
+    "Item",
+    "Loss",
+    "Mask",
+    "Observer",
+    "Problem",
+    "RunFinished",
+    "RunStarted",
+    "ServingPlan",
+    "StepFinished",
+    "Transport",
+    "TransportGuarantees",
+    "VerifierFacts",
+]
+
+PROJECT_NAME = "draftsmith"
+#: Major version of the plugin API. It stands in the entry-point group, so that a plugin made for another major
+#: version is reported without being imported.
+API_MAJOR = 1
+ENTRY_POINT_GROUP = f"{PROJECT_NAME}.v{API_MAJOR}"
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*(-[a-z0-9_]+)*")
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def _is_name(_: Any, attribute: Attribute[str], value: str) -> None:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ValueError(f"{attribute.name} must be lower case letters, digits, '_' or '-', got {value!r}")
+
+
+def _is_reference(_: Any, attribute: Attribute[str], value: str) -> None:
+    if not isinstance(value, str) or not _REFERENCE.fullmatch(value):
+        raise ValueError(f"{attribute.name} must read 'package.module:attribute', got {value!r}")
+
+
+@frozen(kw_only=True)
+class Item:
+    """What every registered value has: a *name* to ask for it by, and a *summary* of one line."""
+
+    name: str = field(validator=_is_name)
+    summary: str
+
+
+@frozen(kw_only=True)
+class DraftArchitecture(Item):
+    """A draft network. ``implementation`` is an ``interfaces.DraftArchitecture`` subclass."""
+
+    implementation: str = field(validator=_is_reference)
+
+
+@frozen(kw_only=True)
+class Loss(Item):
+    """A loss per position. ``implementation`` is an ``interfaces.PositionLoss`` subclass, built with ``options()``.
+
+    Attributes:
+        options: attrs class of its parameters, or None where it has none.
+    """
+
+    implementation: str = field(validator=_is_reference)
+    options: type | None = None
+
+
+@frozen(kw_only=True)
+class Mask(Item):
+    """An attention rule. ``implementation`` is an ``interfaces.MaskRule`` subclass (built with ``window=…``)."""
+
+    implementation: str = field(validator=_is_reference)
+
+
+@frozen(kw_only=True)
+class CheckpointSchema(Item):
+    """An exported format. ``implementation`` is an ``interfaces.CheckpointFormat`` subclass.
+
+    Attributes:
+        speculators_types: the values of ``speculators_model_type`` in config.json that this schema reads.
+    """
+
+    implementation: str = field(validator=_is_reference)
+    speculators_types: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class TransportGuarantees:
+    """What a transport promises; the core chooses by these, never by a name.
+
+    Attributes:
+        persistent: samples survive the processes that wrote them, so that capture can be a stage of its own.
+        random_access: a sample can be read many times, in any order.
+        concurrent_writers: several producers may write at once.
+    """
+
+    persistent: bool
+    random_access: bool
+    concurrent_writers: bool
+
+
+@frozen(kw_only=True)
+class Transport(Item):
+    """A hidden-state transport. ``implementation`` is an ``interfaces.HiddenStateTransport`` subclass."""
+
+    implementation: str = field(validator=_is_reference)
+    options: type
+    guarantees: TransportGuarantees
+
+
+@frozen(kw_only=True)
+class VerifierFacts:
+    """What a verifier's own files say about it, read without torch. Widths in elements, ids as tokens.
+
+    Attributes:
+        path: folder of the model.
+        fingerprint: hex digest over its configuration and weights (see ``draftsmith.verifier``).
+        text_config: the (text) model's configuration, as in config.json, with nested ``text_config`` unwrapped.
+        architectures: as published in config.json.
+        rope_parameters: ``{"rope_type", "rope_theta", …}``, whichever spelling the file used.
+        is_mixture_of_experts: the feed-forward layers are experts (their width is not the draft's).
+        logit_softcap, logit_scale: post-processing of the logits that the teacher must repeat.
+    """
+
+    path: Path
+    fingerprint: str
+    architectures: tuple[str, ...]
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: Mapping[str, Any]
+    tie_word_embeddings: bool
+    is_mixture_of_experts: bool = False
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    text_config: Mapping[str, Any] = field(factory=dict, repr=False)
+
+
+@frozen(kw_only=True)
+class CaptureRequirements:
+    """What must be captured of every token (the layer-id convention of vLLM's ``eagle_aux_hidden_state_layer_ids``).
+
+    id 0 is the embedding output, id i the residual stream after i decoder layers, id n (n layers) the stream after
+    the last layer *before* the final norm.
+
+    Attributes:
+        layer_ids: the tapped layers, ascending and distinct: vLLM sorts them, and so fixes the order of features.
+        last_hidden: whether id n is needed as well (the teacher's logits are recomputed from it).
+    """
+
+    layer_ids: tuple[int, ...]
+    last_hidden: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        if list(self.layer_ids) != sorted(set(self.layer_ids)) or (self.layer_ids and self.layer_ids[0] < 0):
+            raise ValueError(f"layer ids must be distinct, ascending and not negative, got {self.layer_ids}")
+
+    def ids(self, num_layers: int) -> tuple[int, ...]:
+        """All ids to capture: the taps, then id n where needed. Shape of a sample: [tokens, len(ids), hidden]."""
+        return (*self.layer_ids, num_layers) if self.last_hidden else self.layer_ids
+
+
+@frozen(kw_only=True)
+class ServingPlan:
+    """How vLLM is told to serve an exported checkpoint as a draft.
+
+    Attributes:
+        method: ``speculative_config["method"]``; always passed, since vLLM else guesses it from the path.
+        num_speculative_tokens: the number written in the checkpoint.
+        extra: further keys of ``speculative_config``.
+        as_model: the checkpoint's folder can be served as the model itself (``vllm serve CHECKPOINT``).
+        needs_v2_runner: only vLLM's model runner V2 serves it.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    extra: Mapping[str, Any] = field(factory=dict)
+    as_model: bool = True
+    needs_v2_runner: bool = False
+
+
+def _no_problems(options: Any, verifier: VerifierFacts) -> Sequence[Problem]:
+    return ()
+
+
+@frozen(kw_only=True)
+class Algorithm(Item):
+    """The bundle that makes "by name" work.
+
+    Attributes:
+        implementation: an ``interfaces.DraftAlgorithm`` subclass.
+        options: attrs class of the algorithm's own options; every field has a default, a type, and
+            ``metadata={"help": "…"}``.
+        architecture, loss, mask, schema: names of the default facets; a recipe can override each.
+        loss_options: default options of the default loss.
+        reduction: the paper's loss reduction: ``masked_mean``, ``weighted_mean`` or ``local_mean``.
+        requirements: ``(options, verifier) -> CaptureRequirements``; torch-free.
+        check: ``(options, verifier) -> problems``, found before anything heavy starts; torch-free.
+        max_speculative_tokens: ``options -> K``, the number of tokens that the trained draft may serve.
+        vllm_registration: ``"module:function"`` called in vLLM's processes for an algorithm unknown to vLLM.
+    """
+
+    implementation: str = field(validator=_is_reference)
+    options: type
+    architecture: str
+    loss: str
+    mask: str
+    schema: str
+    requirements: Callable[[Any, VerifierFacts], CaptureRequirements]
+    max_speculative_tokens: Callable[[Any], int]
+    check: Callable[[Any, VerifierFacts], Sequence[Problem]] = _no_problems
+    loss_options: Mapping[str, Any] = field(factory=dict)
+    reduction: Literal["masked_mean", "weighted_mean", "local_mean"] = "masked_mean"
+    vllm_registration: str | None = None
+
+
+@frozen(kw_only=True)
+class Observer(Item):
+    """A tracker. ``implementation`` is a class built with the run's output folder, whose methods are observer hooks."""
+
+    implementation: str = field(validator=_is_reference)
+
+
+@frozen(kw_only=True)
+class Command(Item):
+    """A further command of the command line. ``implementation`` is a function that typer can wrap."""
+
+    implementation: str = field(validator=_is_reference)
+
+
+@frozen(kw_only=True)
+class RunStarted:
+    """Before the first step. ``recipe`` is the resolved configuration as plain values."""
+
+    output: Path
+    recipe: Mapping[str, Any]
+    total_steps: int
+    first_step: int
+    trainable_parameters: int
+    frozen_parameters: int
+
+
+@frozen(kw_only=True)
+class StepFinished:
+    """After an optimiser step, or after a validation.
+
+    Attributes:
+        step: optimiser steps done so far.
+        tokens: real (not padding) tokens trained so far.
+        metrics: name → value, already divided (sum / count).
+    """
+
+    step: int
+    tokens: int
+    phase: Literal["train", "validation"]
+    metrics: Mapping[str, float]
+
+
+@frozen(kw_only=True)
+class CheckpointSaved:
+    """After a training checkpoint is complete. ``best`` says whether it is the best so far by validation."""
+
+    step: int
+    path: Path
+    best: bool
+
+
+@frozen(kw_only=True)
+class RunFinished:
+    """At the end of training. ``outcome``: ``completed``, ``stopped`` (a signal) or ``failed``."""
+
+    step: int
+    outcome: Literal["completed", "stopped", "failed"]
+    seconds: float

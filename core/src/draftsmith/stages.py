@@ -1,0 +1,215 @@
+"""Stages of a run, their folders, and the fingerprints that decide what is reused.
+
+Each stage owns one folder below the run's output. When it begins it writes ``stage.json`` with the fingerprint of
+everything it depends on and ``"complete": false``; when it ends it rewrites the file with ``"complete": true``. A
+complete stage with the same fingerprint is not run again; an incomplete one with the same fingerprint goes on where
+it stopped; any other fingerprint is an error that names what differs. Nothing is reused silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from draftsmith import __version__
+from draftsmith.errors import FingerprintMismatch, OutputError
+
+__all__ = ["RunFolders", "Stage", "StageRecord", "differences", "digest", "write_json_atomically"]
+
+FILE = "stage.json"
+
+
+def digest(value: Any) -> str:
+    """32 hex digits over the canonical JSON of *value* (sorted keys, no spaces)."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    """Write JSON so that a reader, or a kill at any moment, sees the old file or the new one.
+
+    Raises:
+        OutputError: the folder cannot be written to.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2, ensure_ascii=False, default=str)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(
+            f"cannot write: {error.strerror}", where=str(path), hint="choose an output folder you can write to"
+        ) from error
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Readable ``key: old → new`` lines for two nested values."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        lines: list[str] = []
+        for key in sorted({*old, *new}):
+            name = f"{prefix}.{key}" if prefix else str(key)
+            lines += differences(old.get(key), new.get(key), name)
+        return lines
+    return [] if old == new else [f"{prefix}: {old!r} → {new!r}"]
+
+
+@frozen(kw_only=True)
+class StageRecord:
+    """What ``stage.json`` holds.
+
+    Attributes:
+        summary: figures of a complete stage, for the reports and for the stages that follow.
+        seconds: time spent, over all starts.
+    """
+
+    stage: str
+    fingerprint: Mapping[str, Any]
+    complete: bool
+    summary: Mapping[str, Any] = field(factory=dict)
+    seconds: float = 0.0
+    version: str = __version__
+
+    @property
+    def digest(self) -> str:
+        return digest(self.fingerprint)
+
+
+class Stage:
+    """One stage's folder. Use :meth:`begin`, then :meth:`finish`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self._started = time.monotonic()
+        self._earlier = 0.0
+        self._fingerprint: Mapping[str, Any] = {}
+
+    def record(self) -> StageRecord | None:
+        """The stored record, or None where the stage never began.
+
+        Raises:
+            OutputError: ``stage.json`` is there and cannot be read.
+        """
+        path = self.folder / FILE
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            return StageRecord(
+                stage=stored["stage"],
+                fingerprint=stored["fingerprint"],
+                complete=stored["complete"],
+                summary=stored["summary"],
+                seconds=stored["seconds"],
+                version=stored["version"],
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise OutputError(
+                f"stage record cannot be read: {error}", where=str(path), hint="run again with --overwrite"
+            ) from error
+
+    def begin(
+        self, fingerprint: Mapping[str, Any], *, overwrite: bool = False
+    ) -> Literal["complete", "resume", "fresh"]:
+        """Compare with what is stored, and claim the folder.
+
+        Raises:
+            FingerprintMismatch: the folder holds this stage's output of other inputs (lists the differences).
+            OutputError: the folder holds something else, or cannot be written to.
+        """
+        self._fingerprint = plain = json.loads(json.dumps(fingerprint, default=str))
+        self._started = time.monotonic()
+        record = self.record()
+        if record is not None and record.fingerprint == plain:
+            self._earlier = record.seconds
+            if record.complete:
+                return "complete"
+            return "resume"
+        if record is not None and not overwrite:
+            lines = differences(record.fingerprint, plain)
+            shown = "\n    ".join(lines[:12] + ([f"… and {len(lines) - 12} more"] if len(lines) > 12 else []))
+            raise FingerprintMismatch(
+                f"the {self.name} stage stored there was made from other inputs:\n    {shown}",
+                where=str(self.folder),
+                hint="choose another output, or run with --overwrite to make this stage and those after it anew",
+            )
+        if record is None and self.folder.exists() and any(self.folder.iterdir()):
+            raise OutputError(
+                f"the folder of the {self.name} stage is not empty and was not written by draftsmith",
+                where=str(self.folder),
+                hint="choose another output, or move what is there away",
+            )
+        if record is not None:
+            shutil.rmtree(self.folder)
+        self._write(complete=False, summary={})
+        return "fresh"
+
+    def finish(self, summary: Mapping[str, Any]) -> StageRecord:
+        """Mark complete. *summary* holds plain values only."""
+        return self._write(complete=True, summary=summary)
+
+    def _write(self, *, complete: bool, summary: Mapping[str, Any]) -> StageRecord:
+        record = StageRecord(
+            stage=self.name,
+            fingerprint=self._fingerprint,
+            complete=complete,
+            summary=dict(summary),
+            seconds=round(self._earlier + time.monotonic() - self._started, 3),
+        )
+        write_json_atomically(
+            self.folder / FILE,
+            {
+                "stage": record.stage,
+                "complete": record.complete,
+                "fingerprint": record.fingerprint,
+                "summary": record.summary,
+                "seconds": record.seconds,
+                "version": record.version,
+            },
+        )
+        return record
+
+
+@frozen
+class RunFolders:
+    """Where a run keeps what."""
+
+    output: Path
+
+    @property
+    def prepared(self) -> Path:
+        """Token rows (Arrow), vocabulary.safetensors, rejected.jsonl."""
+        return self.output / "prepared"
+
+    @property
+    def states(self) -> Path:
+        """The transport's folder and the teacher's statistics."""
+        return self.output / "states"
+
+    @property
+    def training(self) -> Path:
+        """Training checkpoints, metrics.jsonl, tensorboard/."""
+        return self.output / "training"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The served checkpoint: config.json, model.safetensors, README.md."""
+        return self.output / "checkpoint"
+
+    @property
+    def verification(self) -> Path:
+        """What vLLM and the simulator measured."""
+        return self.output / "verification"
