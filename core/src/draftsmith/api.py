@@ -250,7 +250,7 @@ class Algorithm(Item):
 
 @frozen(kw_only=True)
 class Observer(Item):
-    """A tracker. ``implementation`` is a class built with the run's output folder, whose methods are observer hooks."""
+    """A tracker. ``implementation`` is a class built with the run's output folder; its methods are observer hooks."""
 
     implementation: str = field(validator=_is_reference)
 

@@ -194,9 +194,7 @@ class TransportError(DraftsmithError):
 class SampleError(TransportError):
     """Something is wrong with one hidden-state sample; :attr:`sample_id` says which."""
 
-    def __init__(
-        self, what: str, *, sample_id: str, where: str | None = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, sample_id: str, where: str | None = None, hint: str | None = None) -> None:
         self.sample_id = sample_id
         super().__init__(f"sample {sample_id}: {what}", where=where, hint=hint)
 

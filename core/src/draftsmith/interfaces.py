@@ -306,11 +306,11 @@ class DraftAlgorithm(ABC):
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """A fresh draft (float32, on the CPU), initialised from torch's global generator, verifier tensors in place."""
+        """A fresh draft (float32, CPU), initialised from torch's global generator, verifier tensors in place."""
 
     @abstractmethod
     def make_batch(self, row: PackedRow, generator: torch.Generator) -> Any:
-        """Shift, sample anchors, …: from a packed row to what :meth:`forward` takes. All randomness from *generator*."""
+        """Shift, sample anchors, …: from a packed row to what :meth:`forward` takes; all randomness from *generator*."""
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> DraftSlots:
@@ -332,9 +332,7 @@ class Drafter(ABC):
     """
 
     @abstractmethod
-    def propose(
-        self, token_ids: Tensor, taps: Tensor, num_tokens: int, *, forced: Tensor | None = None
-    ) -> Tensor:
+    def propose(self, token_ids: Tensor, taps: Tensor, num_tokens: int, *, forced: Tensor | None = None) -> Tensor:
         """Draft num_tokens tokens after the bonus token.
 
         Args:
