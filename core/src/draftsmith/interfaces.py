@@ -310,7 +310,7 @@ class DraftAlgorithm(ABC):
 
     @abstractmethod
     def make_batch(self, row: PackedRow, generator: torch.Generator) -> Any:
-        """Shift, sample anchors, …: from a packed row to what :meth:`forward` takes; all randomness from *generator*."""
+        """Shift, sample anchors, …: from a packed row to what :meth:`forward` takes; random only by *generator*."""
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> DraftSlots:
