@@ -2,7 +2,7 @@
 """Run the whole test suite in two parts, and close with one line for both.
 
 The fast tests run in parallel, one thread each; those that are slow, need the real model, or start vLLM run one after
-another with all cores, since two of them at once would only fight for memory. Further arguments go to both pytest runs.
+another with all cores, since two of them at once would only fight for memory. Further arguments go to both runs.
 """
 
 from __future__ import annotations
