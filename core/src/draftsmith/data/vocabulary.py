@@ -1,0 +1,76 @@
+"""The draft's reduced vocabulary: which target tokens it can propose, and its files.
+
+Convention of vLLM: ``target_id = draft_id + d2t[draft_id]``; ``nonzero(t2d) == arange(V_d) + d2t``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftsmith.errors import DataError
+from draftsmith.interfaces import VocabularyMap
+
+__all__ = ["build_vocabulary", "coverage", "load_vocabulary", "save_vocabulary"]
+
+
+def build_vocabulary(counts: Tensor, draft_size: int | None = None) -> VocabularyMap:
+    """Keep the *draft_size* most frequent supervised tokens.
+
+    Ties go to the lower id, and so do the places left where fewer distinct tokens occur.
+
+    Args:
+        counts: int64 [V_t], how often each target token is supervised in the training rows.
+        draft_size: V_d; None keeps all, which makes the map the identity.
+
+    Raises:
+        DataError: *draft_size* is below 1 or larger than the verifier's vocabulary.
+    """
+    target_size = counts.shape[0]
+    size = target_size if draft_size is None else draft_size
+    if not 1 <= size <= target_size:
+        raise DataError(
+            f"a draft vocabulary of {size} cannot be taken from the verifier's {target_size} tokens",
+            where="vocabulary.draft_size",
+            hint=f"choose at most {target_size}, or null for all",
+        )
+    # A stable descending sort keeps equal counts in ascending id, unused tokens (count 0) among them.
+    kept = torch.sort(counts, descending=True, stable=True).indices[:size].sort().values
+    t2d = torch.zeros(target_size, dtype=torch.bool)
+    t2d[kept] = True
+    return VocabularyMap(d2t=kept - torch.arange(size), t2d=t2d)
+
+
+def coverage(vocabulary: VocabularyMap, counts: Tensor) -> float:
+    """Share of the counted tokens that the draft can propose (1.0 where nothing was counted)."""
+    total = int(counts.sum())
+    return int(counts[vocabulary.t2d].sum()) / total if total else 1.0
+
+
+def save_vocabulary(path: Path, vocabulary: VocabularyMap, counts: Tensor) -> None:
+    """Write ``d2t``, ``t2d`` and ``counts`` as safetensors, atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    save_file({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d, "counts": counts}, temporary)
+    os.replace(temporary, path)
+
+
+def load_vocabulary(path: Path) -> VocabularyMap:
+    """Read what :func:`save_vocabulary` wrote, and check that d2t and t2d say the same.
+
+    Raises:
+        DataError: missing, damaged, or contradicting itself.
+    """
+    hint = "run `draftsmith prepare` again, with --overwrite"
+    try:
+        stored = load_file(path)
+        vocabulary = VocabularyMap(d2t=stored["d2t"], t2d=stored["t2d"])
+    except (OSError, SafetensorError, KeyError) as error:
+        raise DataError(f"the vocabulary map cannot be read: {error}", where=str(path), hint=hint) from error
+    if not torch.equal(vocabulary.kept_ids(), vocabulary.t2d.nonzero().flatten()):
+        raise DataError("d2t and t2d contradict each other", where=str(path), hint=hint)
+    return vocabulary
