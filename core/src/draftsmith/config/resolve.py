@@ -1,0 +1,411 @@
+"""From a recipe's names to the objects of a run, and every check that needs no torch.
+
+All problems of the recipe, its options, its plugins, the verifier and the files are gathered and raised together, so
+that one start tells everything there is to mend.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+from attrs import field, frozen
+
+from draftsmith import __version__, api
+from draftsmith.config.load import DEFAULT, LoadedRecipe, leaves
+from draftsmith.config.schema import NamedConfig, Recipe
+from draftsmith.config.structure import INVALID, Structurer, plain
+from draftsmith.errors import ConfigError, DraftsmithError, Problem, VerifierError
+from draftsmith.plugins import Catalog, PluginRegistry
+from draftsmith.stages import RunFolders
+
+__all__ = ["RUN_FILE", "ResolvedRun", "resolve"]
+
+#: Written into the output by whoever starts a run: the resolved recipe, plugins and versions.
+RUN_FILE = "run.json"
+
+_DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".jsonl.zst", ".csv", ".arrow", ".txt", ".yaml")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w./-]+)*")
+
+T = TypeVar("T", bound=api.Item)
+
+
+@frozen(kw_only=True)
+class ResolvedRun:
+    """A run, checked: everything that the stages need, and no name left to look up.
+
+    Attributes:
+        recipe: as loaded.
+        folders: where the run keeps what.
+        base: folder of the recipe; paths of data are relative to it.
+        verifier: facts of the verifier, read from its files.
+        algorithm, architecture, loss, mask, schema, transport: the chosen plugin values.
+        algorithm_options, transport_options: instances of their ``options`` classes.
+        loss_options: keyword arguments of the loss's implementation.
+        requirements: which hidden states must be captured.
+        speculative_tokens: K written into the checkpoint.
+        registry: the loaded plugins.
+        provenance: key path of each value → where it came from, options included.
+    """
+
+    recipe: Recipe
+    folders: RunFolders
+    base: Path
+    verifier: api.VerifierFacts
+    algorithm: api.Algorithm
+    algorithm_options: Any
+    architecture: api.DraftArchitecture
+    loss: api.Loss
+    loss_options: dict[str, Any]
+    mask: api.Mask
+    schema: api.CheckpointSchema
+    transport: api.Transport
+    transport_options: Any
+    requirements: api.CaptureRequirements
+    speculative_tokens: int
+    registry: PluginRegistry
+    provenance: Mapping[str, str] = field(factory=dict)
+
+    def resolved_recipe(self) -> dict[str, Any]:
+        """The recipe as plain values, with the chosen facets and all options filled in."""
+        values: dict[str, Any] = plain(self.recipe)
+        values["algorithm"] = {"name": self.algorithm.name, "options": plain(self.algorithm_options)}
+        values["architecture"] = self.architecture.name
+        values["loss"] = {"name": self.loss.name, "options": plain(self.loss_options)}
+        values["mask"] = self.mask.name
+        values["schema"] = self.schema.name
+        values["transport"] = {"name": self.transport.name, "options": plain(self.transport_options)}
+        values["export"]["speculative_tokens"] = self.speculative_tokens
+        return values
+
+    def record(self) -> dict[str, Any]:
+        """What ``run.json`` holds."""
+        return {
+            "draftsmith": __version__,
+            "recipe": self.resolved_recipe(),
+            "recipe_folder": str(self.base),
+            "provenance": dict(self.provenance),
+            "verifier": {"path": str(self.verifier.path), "fingerprint": self.verifier.fingerprint},
+            "capture": plain(self.requirements),
+            "plugins": [
+                {"plugin": each.name, "distribution": each.provider.distribution, "version": each.provider.version}
+                for each in self.registry.plugins
+            ],
+        }
+
+
+def resolve(loaded: LoadedRecipe, registry: PluginRegistry) -> ResolvedRun:
+    """Resolve names, structure options, read the verifier's facts, and cross-check.
+
+    Relative paths of data are taken from the recipe's folder; ``verifier`` and ``output`` from the current folder.
+
+    Raises:
+        ConfigError: with all problems found, those of ``loaded.problems`` included.
+        PluginError: the only problem is a broken plugin that the recipe asks for.
+    """
+    return _Resolver(loaded, registry).run()
+
+
+class _Resolver:
+    """One resolution; gathers problems in order of the recipe."""
+
+    def __init__(self, loaded: LoadedRecipe, registry: PluginRegistry) -> None:
+        self.loaded = loaded
+        self.recipe = loaded.recipe
+        self.registry = registry
+        self.problems: list[Problem] = list(loaded.problems)
+        self.errors: list[DraftsmithError] = []
+        self.provenance = dict(loaded.provenance)
+
+    def run(self) -> ResolvedRun:
+        recipe, registry = self.recipe, self.registry
+        verifier = self.verifier()
+        algorithm = self.named(registry.algorithms, recipe.algorithm.name, "algorithm.name")
+        options = self.options(algorithm, recipe.algorithm.options, "algorithm.options")
+        architecture = self.facet(registry.architectures, algorithm, "architecture")
+        loss, loss_options = self.loss(algorithm)
+        mask = self.facet(registry.masks, algorithm, "mask")
+        schema = self.facet(registry.schemas, algorithm, "schema")
+        transport = self.transport()
+        wanted = recipe.transport.options if recipe.transport else {}
+        transport_options = self.options(transport, wanted, "transport.options")
+        for index, name in enumerate(recipe.observers):
+            self.named(registry.observers, name, f"observers.{index}")
+        self.data()
+        self.output()
+        requirements = speculative_tokens = None
+        if algorithm is not None and options is not None:
+            speculative_tokens = self.speculative_tokens(algorithm, options)
+            if verifier is not None:
+                requirements = self.requirements(algorithm, options, verifier)
+        if verifier is not None:
+            self.vocabulary(verifier)
+        self.raise_problems()
+        # Everything below is there: what is missing has left a problem.
+        return ResolvedRun(
+            recipe=recipe,
+            folders=RunFolders(Path(recipe.output).expanduser().absolute()),
+            base=self.loaded.folder,
+            verifier=_there(verifier),
+            algorithm=_there(algorithm),
+            algorithm_options=options,
+            architecture=_there(architecture),
+            loss=_there(loss),
+            loss_options=_there(loss_options),
+            mask=_there(mask),
+            schema=_there(schema),
+            transport=_there(transport),
+            transport_options=transport_options,
+            requirements=_there(requirements),
+            speculative_tokens=_there(speculative_tokens),
+            registry=registry,
+            provenance=self.provenance,
+        )
+
+    # --- reporting ----------------------------------------------------------------------------------------------
+
+    def report(self, key: str, what: str, hint: str | None = None) -> None:
+        self.problems.append(Problem(what, where=self.loaded.locate(key), hint=hint))
+
+    def record(self, error: DraftsmithError, key: str) -> None:
+        self.errors.append(error)
+        here = self.loaded.locate(key)
+        for problem in error.problems:
+            inside = problem.where and not problem.where.startswith(here)
+            where = f"{here}: {problem.where}" if inside else here
+            self.problems.append(Problem(problem.what, where=where, hint=problem.hint))
+
+    def raise_problems(self) -> None:
+        if not self.problems:
+            return
+        # A broken plugin is not the user's mistake: alone, it keeps its own type and exit code.
+        if len(self.problems) == 1 and len(self.errors) == 1:
+            raise self.errors[0]
+        unique = dict.fromkeys(self.problems)
+        raise ConfigError(unique)
+
+    # --- names and options --------------------------------------------------------------------------------------
+
+    def named(self, catalog: Catalog[T], name: str, key: str) -> T | None:
+        if any(key == each or key.startswith(f"{each}.") for each in self.loaded.broken):
+            return None  # already reported
+        try:
+            return catalog.get(name, where=self.loaded.locate(key))
+        except DraftsmithError as error:
+            self.record(error, key)
+            return None
+
+    def facet(self, catalog: Catalog[T], algorithm: api.Algorithm | None, key: str) -> T | None:
+        chosen = getattr(self.recipe, key)
+        if chosen is not None:
+            return self.named(catalog, chosen, key)
+        if algorithm is None:
+            return None
+        self.provenance[key] = self.default_of(algorithm)
+        return self.named(catalog, getattr(algorithm, key), key)
+
+    def default_of(self, algorithm: api.Algorithm) -> str:
+        return f"default of {algorithm.name} ({self.registry.algorithms.provider(algorithm.name)})"
+
+    def options(
+        self, item: api.Item | None, data: Mapping[str, Any], key: str, defaults: Mapping[str, Any] | None = None
+    ) -> Any:
+        """An instance of the item's options class, or None after a problem (or where it has no options)."""
+        if item is None:
+            return None
+        cls = getattr(item, "options", None)
+        if cls is None:
+            for name in data:
+                self.report(f"{key}.{name}", f"{item.name!r} has no options")
+            return None
+        structurer = Structurer(self.loaded.locate)
+        options = structurer.build(cls, {**(defaults or {}), **data}, key)
+        self.problems += structurer.problems
+        self.loaded_options(cls, data, key, item.name)
+        return None if options is INVALID or structurer.problems else options
+
+    def loaded_options(self, cls: type, data: Mapping[str, Any], key: str, name: str) -> None:
+        """Provenance of options that the recipe leaves out."""
+        self.provenance.pop(key, None)
+        for each in attrs.fields(cls):
+            if each.name not in data:
+                self.provenance.setdefault(f"{key}.{each.name}", f"default of {name}")
+        for path, _ in leaves(dict(data), key):
+            self.provenance.setdefault(path, DEFAULT)
+
+    def loss(self, algorithm: api.Algorithm | None) -> tuple[api.Loss | None, dict[str, Any] | None]:
+        wanted: NamedConfig | None = self.recipe.loss
+        defaults: Mapping[str, Any] = {}
+        if wanted is None:
+            if algorithm is None:
+                return None, None
+            wanted = NamedConfig(name=algorithm.loss)
+            self.provenance["loss.name"] = self.default_of(algorithm)
+        if algorithm is not None and wanted.name == algorithm.loss:
+            defaults = algorithm.loss_options
+        self.provenance.pop("loss", None)
+        loss = self.named(self.registry.losses, wanted.name, "loss.name")
+        options = self.options(loss, wanted.options, "loss.options", defaults)
+        if options is None:
+            return loss, {}
+        return loss, {each.name: getattr(options, each.name) for each in attrs.fields(type(options))}
+
+    def transport(self) -> api.Transport | None:
+        catalog = self.registry.transports
+        if self.recipe.transport is not None:
+            transport = self.named(catalog, self.recipe.transport.name, "transport.name")
+        else:
+            self.provenance.pop("transport", None)
+            # The core chooses by guarantees, never by name.
+            fitting = [each for each in catalog if each.guarantees.persistent and each.guarantees.random_access]
+            if len(fitting) != 1:
+                self.report("transport", *_choose_transport([each.name for each in fitting]))
+                return None
+            transport = self.named(catalog, fitting[0].name, "transport")
+            self.provenance["transport.name"] = "the only installed one that fits"
+        if transport is not None and not (transport.guarantees.persistent and transport.guarantees.random_access):
+            self.report(
+                "transport",
+                f"transport {transport.name!r} does not keep its samples, and training reads them many times",
+                "choose a transport that is persistent and has random access",
+            )
+        return transport
+
+    # --- the verifier and what depends on it --------------------------------------------------------------------
+
+    def verifier(self) -> api.VerifierFacts | None:
+        if "verifier" in self.loaded.broken:
+            return None
+        from draftsmith.verifier import read_verifier
+
+        try:
+            return read_verifier(self.recipe.verifier)
+        except VerifierError as error:
+            self.record(error, "verifier")
+            return None
+
+    def requirements(
+        self, algorithm: api.Algorithm, options: Any, verifier: api.VerifierFacts
+    ) -> api.CaptureRequirements | None:
+        found = [self.option_problem(each) for each in algorithm.check(options, verifier)]
+        self.problems += found
+        try:
+            requirements = algorithm.requirements(options, verifier)
+        except ValueError as error:
+            if not found:
+                self.report("algorithm.options", str(error))
+            return None
+        beyond = [each for each in requirements.layer_ids if each > verifier.num_layers]
+        if beyond and not found:
+            self.report(
+                "algorithm.options",
+                f"layer ids {beyond} do not exist: the verifier has {verifier.num_layers} layers",
+                f"layer ids go from 0 (the embedding) to {verifier.num_layers}",
+            )
+        return requirements
+
+    def option_problem(self, problem: Problem) -> Problem:
+        """An algorithm names the option concerned; the recipe's place is added here."""
+        where = problem.where
+        key = "algorithm.options"
+        if where and where.startswith(f"{key}."):
+            where = where[len(key) + 1 :]
+        inside = where is None or re.fullmatch(r"[\w.]+", where)
+        place = self.loaded.locate(f"{key}.{where}" if where else key) if inside else where
+        return Problem(problem.what, where=place, hint=problem.hint)
+
+    def speculative_tokens(self, algorithm: api.Algorithm, options: Any) -> int:
+        trained = algorithm.max_speculative_tokens(options)
+        wanted = self.recipe.export.speculative_tokens
+        if wanted is None:
+            self.provenance["export.speculative_tokens"] = f"as trained by {algorithm.name}"
+            return trained
+        if wanted > trained:
+            self.report(
+                "export.speculative_tokens",
+                f"{wanted} is more than the {trained} tokens that {algorithm.name} is trained to draft",
+                f"choose at most {trained}, or train more steps; `draftsmith plugins show {algorithm.name}`",
+            )
+        return wanted
+
+    def vocabulary(self, verifier: api.VerifierFacts) -> None:
+        size = self.recipe.vocabulary.draft_size
+        if size is not None and size > verifier.vocab_size:
+            self.report(
+                "vocabulary.draft_size",
+                f"the draft's vocabulary ({size}) is larger than the verifier's ({verifier.vocab_size})",
+                f"choose at most {verifier.vocab_size}, or null for all tokens",
+            )
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    def data(self) -> None:
+        data = self.recipe.data
+        if not data.sources and not self.is_broken("data.sources"):
+            self.report("data.sources", "no conversations are named", "data: {sources: [conversations.jsonl]}")
+        for index, source in enumerate(data.sources):
+            self.file(source, f"data.sources.{index}", may_be_hub=True)
+        if self.recipe.verify.prompts is not None:
+            self.file(self.recipe.verify.prompts, "verify.prompts", may_be_hub=False)
+
+    def is_broken(self, key: str) -> bool:
+        return any(
+            each == key or each.startswith(f"{key}.") or key.startswith(f"{each}.") for each in self.loaded.broken
+        )
+
+    def file(self, name: str, key: str, *, may_be_hub: bool) -> None:
+        path = self.loaded.folder / Path(name).expanduser()
+        if path.is_file() or (path.is_dir() and may_be_hub):
+            return
+        if any(each in name for each in "*?[") and any(self.loaded.folder.glob(name)):
+            return
+        if may_be_hub and _HUB_NAME.fullmatch(name) and not name.lower().endswith(_DATA_SUFFIXES):
+            return  # a hub's data set; whether it can be reached is found out when it is read
+        self.report(key, f"there is no file {path}", _near_file(path) or "paths of data are relative to the recipe")
+
+    def output(self) -> None:
+        if self.is_broken("output"):
+            return
+        if not self.recipe.output:
+            self.report("output", "must name a folder")
+            return
+        path = Path(self.recipe.output).expanduser().absolute()
+        existing = next(each for each in (path, *path.parents) if each.exists())
+        if not existing.is_dir():
+            self.report("output", f"{existing} is a file, not a folder", "choose another output")
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            self.report("output", f"cannot write into {existing}", "choose an output folder you can write to")
+
+
+def _there(value: Any) -> Any:
+    if value is None:
+        raise AssertionError("something is missing and left no problem")
+    return value
+
+
+def _choose_transport(names: Sequence[str]) -> tuple[str, str]:
+    if names:
+        return (
+            f"several hidden-state transports are installed: {', '.join(names)}",
+            f"choose one: transport: {names[0]}",
+        )
+    return (
+        "no hidden-state transport is installed that keeps its samples",
+        "install the plugin of one (a distribution draftsmith-…, see the README); `draftsmith plugins list` shows "
+        "what is there",
+    )
+
+
+def _near_file(path: Path) -> str | None:
+    import difflib
+
+    try:
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        return f"there is no folder {path.parent} either"
+    near = difflib.get_close_matches(path.name, names, n=3)
+    return f"in that folder: {', '.join(near)}" if near else None
