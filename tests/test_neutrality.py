@@ -1,0 +1,192 @@
+"""The core knows no algorithm and no transport by name, and plugins have no private path into it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "core" / "src" / "draftsmith"
+PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
+
+#: Families as people write them, with or without a separator; the plugins' own names are added below.
+KNOWN_NAMES = (
+    r"p?eagle(?:[-_ ]?[123])?",
+    r"p[-_ ]eagle",
+    "dflash2?",
+    "dspark",
+    "mtp",
+    "medusa",
+    "mooncake",
+    r"hs[-_ ]file",
+)
+#: vLLM's own configuration key, which names the layers to tap whatever the algorithm.
+ALLOWED = ("eagle_aux_hidden_state_layer_ids",)
+#: What a plugin may import of the core: documented in docs/plugins.md, kept stable within an API major version.
+PUBLIC_MODULES = (
+    "draftsmith",
+    "draftsmith.api",
+    "draftsmith.attention",
+    "draftsmith.errors",
+    "draftsmith.hookspecs",
+    "draftsmith.interfaces",
+    "draftsmith.layers",
+    "draftsmith.losses",
+    "draftsmith.masks",
+    "draftsmith.testing",
+    "draftsmith.verifier_weights",
+)
+
+
+def entry_points(package: Path) -> dict[str, str]:
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return dict(project["entry-points"]["draftsmith.v1"])
+
+
+def forbidden_pattern() -> re.Pattern[str]:
+    own = [re.escape(name) for package in PLUGINS for name in entry_points(package)]
+    return re.compile(rf"(?<![a-z])(?:{'|'.join([*KNOWN_NAMES, *own])})(?![a-z])", re.IGNORECASE)
+
+
+def python_files(folder: Path) -> list[Path]:
+    files = sorted(folder.rglob("*.py"))
+    assert files, f"no source under {folder}"
+    return files
+
+
+def words(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every identifier and every string of a module (docstrings and parts of f-strings too), with its line."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
+            yield line, node.value if isinstance(node.value, str) else node.value.decode("latin-1")
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                yield line, value
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            yield from ((line, name) for name in node.names)
+
+
+def named_algorithms(source: str) -> list[tuple[int, str]]:
+    """Line and text of each place in *source* that names an algorithm or transport."""
+    pattern, found = forbidden_pattern(), []
+    for line, text in words(ast.parse(source)):
+        for allowed in ALLOWED:
+            text = text.replace(allowed, "")
+        found += [(line, match.group()) for match in pattern.finditer(text)]
+    return found
+
+
+def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    """(line, module, names imported from it) of each absolute import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module, tuple(alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'LOSS = "eagle3"',
+        "class DFlashModel: ...",
+        "def mtp_step(): ...",
+        "import draftsmith_hs_file",
+        'f"{x} of P-EAGLE"',
+        '"""For EAGLE-3 only."""',
+        "use(mooncake=1)",
+        "config.dspark = 2",
+    ],
+)
+def test_the_check_itself_finds_names(source: str) -> None:
+    assert named_algorithms(source)
+
+
+@pytest.mark.parametrize(
+    "source", ['KEY = "eagle_aux_hidden_state_layer_ids"', "attempts = 3", '"""prompt templates"""', "files = []"]
+)
+def test_the_check_itself_allows_other_words(source: str) -> None:
+    assert not named_algorithms(source)
+
+
+@pytest.mark.parametrize("path", python_files(CORE), ids=lambda path: str(path.relative_to(CORE)))
+def test_core_names_no_algorithm_and_no_transport(path: Path) -> None:
+    assert not forbidden_pattern().search(str(path.relative_to(CORE)))
+    found = named_algorithms(path.read_text(encoding="utf-8"))
+    assert not found, f"{path}: {found}"
+
+
+@pytest.mark.parametrize("path", python_files(CORE), ids=lambda path: str(path.relative_to(CORE)))
+def test_core_imports_no_plugin(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    plugins = [(line, module) for line, module, _ in imported_modules(tree) if module.startswith("draftsmith_")]
+    assert not plugins, f"{path}: {plugins}"
+
+
+def is_public(module: str) -> bool:
+    return module in PUBLIC_MODULES or module.startswith("draftsmith.testing.")
+
+
+@pytest.mark.parametrize("package", PLUGINS, ids=lambda path: path.name)
+def test_plugins_import_public_modules_only(package: Path) -> None:
+    private = []
+    for path in python_files(package / "src"):
+        for line, module, names in imported_modules(ast.parse(path.read_text(encoding="utf-8"))):
+            if module.split(".")[0] != "draftsmith":
+                continue
+            # `from draftsmith import api` imports a module; `from draftsmith.api import Loss` a name
+            submodules = [f"{module}.{name}" for name in names if (CORE / f"{name}.py").exists()] or [module]
+            targets = submodules if module == "draftsmith" else [module]
+            private += [f"{path.name}:{line} {target}" for target in targets if not is_public(target)]
+            private += [f"{path.name}:{line} {module}.{name}" for name in names if name.startswith("_")]
+    assert not private, private
+
+
+@pytest.mark.parametrize("module", PUBLIC_MODULES)
+def test_public_modules_are_documented(module: str) -> None:
+    guide = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    assert f"`{module}`" in guide
+
+
+LIGHT_MODULES = (
+    "draftsmith",
+    "draftsmith.api",
+    "draftsmith.builtin",
+    "draftsmith.cli",
+    "draftsmith.config.load",
+    "draftsmith.config.resolve",
+    "draftsmith.config.schema",
+    "draftsmith.errors",
+    "draftsmith.hookspecs",
+    "draftsmith.interfaces",
+    "draftsmith.plugins",
+    "draftsmith.stages",
+    "draftsmith.verifier",
+    *(module for package in PLUGINS for module in entry_points(package).values()),
+    *(
+        f"{package_module.split('.')[0]}.options"
+        for package in PLUGINS
+        for package_module in entry_points(package).values()
+    ),
+)
+HEAVY_MODULES = ("torch", "transformers", "datasets", "numpy", "vllm", "safetensors.torch", "tensorboard", "pyarrow")
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_importing_it_imports_nothing_heavy(module: str, tmp_path: Path) -> None:
+    code = (
+        f"import sys, {module}\n"
+        f"heavy = [name for name in {HEAVY_MODULES!r} if name in sys.modules]\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,239 @@
+"""Each distribution builds a wheel that works without any sources, on what it declares and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+import draftsmith
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = [ROOT / "core", *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
+CORE_DEPENDENCIES = {"pluggy", "attrs", "cattrs", "importlib-metadata", "safetensors", "pyyaml", "typer", "rich"}
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return dict(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"])
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# --- metadata ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [ROOT, *PACKAGES], ids=lambda path: path.name)
+def test_every_version_is_the_same(folder: Path) -> None:
+    assert project(folder)["version"] == draftsmith.__version__
+    for requirement in map(Requirement, project(folder).get("dependencies", [])):
+        if normalised(requirement.name).startswith("draftsmith"):
+            assert str(requirement.specifier) == f"=={draftsmith.__version__}"
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: path.name)
+def test_a_version_written_in_source_is_the_same(folder: Path) -> None:
+    for path in sorted((folder / "src").glob("*/__init__.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__version__":
+                assert ast.literal_eval(node.value) == draftsmith.__version__, path
+
+
+def test_changelog_has_the_version() -> None:
+    assert f"## [{draftsmith.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_core_keeps_its_hard_dependencies_few() -> None:
+    assert {normalised(Requirement(each).name) for each in project(ROOT / "core")["dependencies"]} == CORE_DEPENDENCIES
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: path.name)
+def test_vllm_is_never_a_dependency(folder: Path) -> None:
+    optional = project(folder).get("optional-dependencies", {})
+    every = [*project(folder)["dependencies"], *(each for extra in optional.values() for each in extra)]
+    assert not [each for each in every if normalised(Requirement(each).name).startswith("vllm")]
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: path.name)
+def test_the_workspace_knows_the_package(folder: Path) -> None:
+    workspace = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    relative = folder.relative_to(ROOT).as_posix()
+    assert workspace["tool"]["uv"]["sources"][project(folder)["name"]] == {"workspace": True}
+    assert f"{relative}/src" in workspace["tool"]["mypy"]["files"]
+    assert f"{relative}/tests" in workspace["tool"]["pytest"]["ini_options"]["testpaths"]
+    assert re.search(rf"^-e \./{relative}(\[train\])?$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: path.name)
+def test_the_licence_travels_with_the_package(folder: Path) -> None:
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert project(folder)["license"] == "Apache-2.0"
+
+
+# --- wheels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Distribution name → its wheel, built from a copy of the sources that is gone before anything is installed."""
+    output = tmp_path_factory.mktemp("wheels")
+    sources = tmp_path_factory.mktemp("sources")
+    built = {}
+    for folder in PACKAGES:
+        copy = sources / folder.name
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "dist", "build"))
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(output), str(copy)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        name = project(folder)["name"]
+        (built[name],) = output.glob(f"{name.replace('-', '_')}-{draftsmith.__version__}-py3-none-any.whl")
+    shutil.rmtree(sources)
+    return built
+
+
+def declared_closure(name: str) -> set[str]:
+    """The distributions that *name* needs according to metadata, without extras; itself left out."""
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for text in importlib.metadata.distribution(waiting.pop()).requires or []:
+            requirement = Requirement(text)
+            needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if needed and normalised(requirement.name) not in seen:
+                seen.add(normalised(requirement.name))
+                waiting.append(requirement.name)
+    return seen
+
+
+class FreshEnvironment:
+    """A virtual environment with the core's declared dependencies, copied from this one, and nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        venv.create(folder, with_pip=False, symlinks=True)
+        self.python = folder / "bin" / "python"
+        (self.site,) = (folder / "lib").glob("python*/site-packages")
+        for name in sorted(declared_closure("draftsmith")):
+            self.copy_distribution(name)
+
+    def copy_distribution(self, name: str) -> None:
+        for file in importlib.metadata.distribution(name).files or []:
+            source = Path(str(file.locate()))
+            if ".." not in file.parts and source.exists():
+                target = self.site / Path(*file.parts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target)
+
+    def install(self, *wheels: Path) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(self.python),
+            "install",
+            "--no-deps",
+            "--no-index",
+            "-q",
+        ]
+        done = subprocess.run([*command, *map(str, wheels)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`draftsmith …` from a folder without sources, untouched by this process's own environment."""
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "COLUMNS": "200", "NO_COLOR": "1"}
+        return subprocess.run(
+            [str(self.folder / "bin" / "draftsmith"), *arguments],
+            cwd=self.folder, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def core_alone(tmp_path_factory: pytest.TempPathFactory, wheels: dict[str, Path]) -> FreshEnvironment:
+    environment = FreshEnvironment(tmp_path_factory.mktemp("core"))
+    environment.install(wheels["draftsmith"])
+    return environment
+
+
+@pytest.fixture(scope="module")
+def with_plugins(tmp_path_factory: pytest.TempPathFactory, wheels: dict[str, Path]) -> FreshEnvironment:
+    environment = FreshEnvironment(tmp_path_factory.mktemp("plugins"))
+    environment.install(*wheels.values())
+    return environment
+
+
+def test_wheels_hold_the_package_and_nothing_else(wheels: dict[str, Path]) -> None:
+    for name, wheel in wheels.items():
+        package = name.replace("-", "_")
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+        assert f"{package}/py.typed" in names
+        assert any(each.endswith(".dist-info/licenses/LICENSE") for each in names)
+        outside = [each for each in names if not each.startswith((f"{package}/", f"{package}-"))]
+        assert not outside, outside
+        assert not [each for each in names if "/tests/" in each]
+
+
+def test_wheels_hold_every_module(wheels: dict[str, Path]) -> None:
+    for folder in PACKAGES:
+        with zipfile.ZipFile(wheels[project(folder)["name"]]) as archive:
+            names = set(archive.namelist())
+        modules = {path.relative_to(folder / "src").as_posix() for path in (folder / "src").rglob("*.py")}
+        assert modules <= names
+
+
+def test_core_alone_works(core_alone: FreshEnvironment) -> None:
+    helped = core_alone.run("--help")
+    assert helped.returncode == 0, helped.stderr
+    assert "draftsmith" in helped.stdout
+    listed = core_alone.run("plugins", "list")
+    assert listed.returncode == 0, listed.stderr
+    assert "builtin" in listed.stdout
+    assert "eagle3" not in listed.stdout
+
+
+def test_core_alone_names_the_distribution_that_is_missing(core_alone: FreshEnvironment) -> None:
+    shown = core_alone.run("plugins", "show", "eagle3")
+    assert shown.returncode == 2
+    assert "pip install draftsmith-eagle3" in shown.stdout + shown.stderr
+    assert "Traceback" not in shown.stdout + shown.stderr
+
+
+def test_installed_plugins_are_found(with_plugins: FreshEnvironment) -> None:
+    listed = with_plugins.run("plugins", "list")
+    assert listed.returncode == 0, listed.stderr
+    for distribution in ("draftsmith-eagle3", "draftsmith-hs-file"):
+        assert distribution in listed.stdout
+    for item in ("eagle3", "hs_file", draftsmith.__version__):
+        assert item in listed.stdout
+    assert "quarantined" not in listed.stdout.lower()
+
+
+def test_a_plugin_shows_its_options_without_torch(with_plugins: FreshEnvironment) -> None:
+    assert not (with_plugins.site / "torch").exists()
+    shown = with_plugins.run("plugins", "show", "eagle3")
+    assert shown.returncode == 0, shown.stderr
+
+
+def test_the_installed_package_is_what_runs(with_plugins: FreshEnvironment) -> None:
+    code = (
+        "import draftsmith, draftsmith_eagle3, draftsmith_hs_file as f; print(draftsmith.__file__); print(f.__file__)"
+    )
+    done = subprocess.run(
+        [str(with_plugins.python), "-I", "-c", code],
+        cwd=with_plugins.folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert all(line.startswith(str(with_plugins.site)) for line in done.stdout.splitlines())
