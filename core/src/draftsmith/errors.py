@@ -29,6 +29,7 @@ __all__ = [
     "SampleIncomplete",
     "SampleMissing",
     "ServingError",
+    "Stopped",
     "TransportError",
     "UnknownNameError",
     "UserError",
@@ -181,6 +182,18 @@ class CheckpointError(UserError):
 
 class NumericsError(DraftsmithError):
     """A value that is not finite where training cannot go on with it."""
+
+
+class Stopped(DraftsmithError):
+    """A signal ended the run after its state was saved; the same command goes on from there.
+
+    Args:
+        number: the signal's number; the exit code is 128 + number, as shells have it (143 SIGTERM, 130 SIGINT).
+    """
+
+    def __init__(self, what: str, *, number: int, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.exit_code = 128 + number
 
 
 class ServingError(DraftsmithError):

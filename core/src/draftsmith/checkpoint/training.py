@@ -1,0 +1,340 @@
+"""Training checkpoints: everything that a killed run needs to go on as if it had not been killed.
+
+Layout, below the training folder::
+
+    checkpoints/step-00000120/model.safetensors      trainable weights and buffers, float32
+                              optimizer.safetensors  optimiser/parameter/key → state, float32
+                              state.json             step, metrics log size, best so far, checksums; written last
+
+A checkpoint appears under its name only when complete: it is written into a temporary folder, every file and the
+folder are synced, and the folder is renamed. A damaged one (wrong checksum, missing file) is passed over for the one
+before, with a message. Tensors copied from the verifier are not stored. No pickle.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+from attrs import asdict, field, frozen
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from draftsmith.errors import CheckpointError, DiskSpaceError, OutputError, PluginError
+
+__all__ = [
+    "Best",
+    "TrainingCheckpoint",
+    "TrainingState",
+    "checkpoints",
+    "load_training_weights",
+    "load_weights_into",
+    "prune",
+    "random_states",
+    "read_checkpoint",
+    "read_newest",
+    "restore_random_states",
+    "trained_tensors",
+    "write_checkpoint",
+]
+
+FORMAT = 1
+_FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d{8,})")
+_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@frozen(kw_only=True)
+class Best:
+    """The best validation so far. ``eal`` decides (greedy acceptance length), then the loss."""
+
+    step: int
+    eal: float
+    loss: float
+    metrics: Mapping[str, float] = field(factory=dict)
+
+    def beats(self, other: Best | None) -> bool:
+        return other is None or (self.eal, -self.loss) > (other.eal, -other.loss)
+
+
+@frozen(kw_only=True)
+class TrainingState:
+    """The plain part of a checkpoint.
+
+    Attributes:
+        step: optimiser steps done.
+        tokens: real tokens trained.
+        validated: step of the last validation, or -1.
+        validation: its metrics.
+        best: best validation so far.
+        log_bytes: size of metrics.jsonl up to this step; a resume cuts the log there.
+        skipped: ids of samples left out as bad.
+        random_states: ``cpu`` and ``cuda:i`` → states of torch's generators, hexadecimal.
+        environment: what bit-identity depends on beside the recipe (device, threads, torch), to explain differences.
+    """
+
+    step: int
+    tokens: int = 0
+    validated: int = -1
+    validation: Mapping[str, float] = field(factory=dict)
+    best: Best | None = None
+    log_bytes: int = 0
+    skipped: tuple[str, ...] = ()
+    random_states: Mapping[str, str] = field(factory=dict)
+    environment: Mapping[str, str] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class TrainingCheckpoint:
+    """A checkpoint read back and verified."""
+
+    path: Path
+    state: TrainingState
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """State-dict entries that belong to the draft alone: everything but what it shares with the verifier."""
+    shared = _shared_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
+
+
+def load_weights_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put the tensors of a checkpoint into *model*; the verifier's are already there.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or of another shape.
+    """
+    own = trained_tensors(model)
+    missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    wrong = [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+    if missing or unknown or wrong:
+        raise CheckpointError(
+            f"the checkpoint is of another network: missing {missing[:4]}, unknown {unknown[:4]}, "
+            f"other shape {sorted(wrong)[:4]}",
+            hint="start anew with --overwrite, or take the options that it was trained with",
+        )
+    model.load_state_dict(dict(tensors), strict=False)
+
+
+def _shared_names(model: nn.Module) -> frozenset[str]:
+    shared = getattr(model, "shared_tensors", None)
+    if shared is None:
+        raise PluginError(f"{type(model).__name__} is no DraftArchitecture: it has no shared_tensors()")
+    return frozenset(shared())
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    folder: Path, state: TrainingState, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
+) -> Path:
+    """Write a checkpoint of *state* below the training *folder*; returns its path. All or nothing.
+
+    Raises:
+        DiskSpaceError: the disk is full; nothing is left of the attempt, earlier checkpoints are untouched.
+        OutputError: any other failure to write.
+    """
+    target = folder / _FOLDER / f"step-{state.step:08d}"
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        checksums = {
+            _MODEL: _write_tensors(temporary / _MODEL, model),
+            _OPTIMIZER: _write_tensors(temporary / _OPTIMIZER, optimizer),
+        }
+        _write_text(temporary / _STATE, {"format": FORMAT, "checksums": checksums, **asdict(state)})
+        _sync(temporary)
+        if target.exists():  # a damaged one of the same step: a good one is never written twice
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+        _sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise _write_error(error, target) from error
+    return target
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    # Cloning where storage is shared: safetensors refuses tensors that overlap.
+    seen: set[int] = set()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        plain[name] = own
+    save_file(plain, path, metadata={"format": "pt"})
+    _sync(path)
+    return _checksum(path)
+
+
+def _write_text(path: Path, value: Mapping[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def _write_error(error: Exception, target: Path) -> OutputError:
+    code = error.errno if isinstance(error, OSError) else None
+    if code is None:  # safetensors reports the operating system's number only in its text
+        found = re.search(r"os error (\d+)", str(error))
+        code = int(found.group(1)) if found else None
+    if code in _FULL:
+        return DiskSpaceError(
+            f"no room for a checkpoint: {os.strerror(code)}",
+            where=str(target),
+            hint="make room and start the same command again: it goes on from the checkpoint before",
+        )
+    return OutputError(f"a checkpoint cannot be written: {error}", where=str(target))
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints below the training *folder*, newest first, unread."""
+    base = folder / _FOLDER
+    found = [path for path in base.iterdir() if _NAME.fullmatch(path.name)] if base.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def read_checkpoint(path: Path) -> TrainingCheckpoint:
+    """Read and verify one checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing, unreadable or does not match its checksum.
+    """
+    try:
+        stored = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if stored.pop("format") != FORMAT:
+            raise CheckpointError("the checkpoint has another format", where=str(path))
+        for name, checksum in stored.pop("checksums").items():
+            if _checksum(path / name) != checksum:
+                raise CheckpointError(f"{name} is damaged: its checksum differs", where=str(path))
+        best = stored.pop("best")
+        skipped = tuple(stored.pop("skipped"))
+        state = TrainingState(**stored, best=Best(**best) if best else None, skipped=skipped)
+        model, optimizer = load_file(path / _MODEL), load_file(path / _OPTIMIZER)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"the checkpoint cannot be read: {error}", where=str(path)) from error
+    return TrainingCheckpoint(path=path, state=state, model=model, optimizer=optimizer)
+
+
+def read_newest(folder: Path, warn: Callable[[str], None] = lambda message: None) -> TrainingCheckpoint | None:
+    """The newest checkpoint that is whole; damaged ones are reported through *warn* and passed over.
+
+    None where there is none at all.
+
+    Raises:
+        CheckpointError: there are checkpoints, and every one of them is damaged.
+    """
+    found = checkpoints(folder)
+    problem: CheckpointError | None = None
+    for path in found:
+        try:
+            return read_checkpoint(path)
+        except CheckpointError as error:
+            problem = problem or error
+            warn(f"{error.where}: {error.what}; trying the checkpoint before it")
+    if problem is not None:
+        raise CheckpointError(
+            "no checkpoint of this run can be read",
+            where=str(folder / _FOLDER),
+            hint="see the messages above; start training anew with --overwrite",
+        ) from problem
+    return None
+
+
+def load_training_weights(folder: Path, which: Literal["best", "last"] = "best") -> tuple[dict[str, Tensor], int]:
+    """Weights of a finished run, for :func:`load_weights_into`; and the step that they are of.
+
+    Args:
+        folder: the training folder.
+        which: the best validation's, or the last step's. Without validation, best is last.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    newest = read_newest(folder)
+    if newest is None:
+        raise CheckpointError(
+            "there is no training checkpoint", where=str(folder), hint="run `draftsmith train` first"
+        )
+    best = newest.state.best
+    if which == "last" or best is None or best.step == newest.state.step:
+        return dict(newest.model), newest.state.step
+    chosen = read_checkpoint(folder / _FOLDER / f"step-{best.step:08d}")
+    return dict(chosen.model), chosen.state.step
+
+
+def prune(folder: Path, *, current: int, keep: int, best: int | None) -> None:
+    """Keep the *keep* newest checkpoints up to step *current*, and that of step *best*; remove the rest.
+
+    The rest is older ones, damaged ones of a later step (the run has gone back behind them), and what kills left
+    behind. A folder loses its name before its files, so that a kill never leaves half a checkpoint under a good name.
+    """
+    base = folder / _FOLDER
+    steps = {int(path.name.removeprefix("step-")): path for path in checkpoints(folder)}
+    kept = set([step for step in steps if step <= current][:keep]) | {best}
+    for step, path in steps.items():
+        if step not in kept:
+            path.rename(base / f".{path.name}.old.tmp")
+    for path in base.glob(".step-*.tmp") if base.is_dir() else ():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# --- random states -------------------------------------------------------------------------------------------------
+
+
+def random_states() -> dict[str, str]:
+    """States of torch's global generators, for :attr:`TrainingState.random_states`."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return {name: bytes(state.tolist()).hex() for name, state in states.items()}
+
+
+def restore_random_states(states: Mapping[str, str]) -> None:
+    """The inverse of :func:`random_states`; devices that are no longer there are passed over."""
+    for name, text in states.items():
+        state = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available() and int(name.removeprefix("cuda:")) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, name)

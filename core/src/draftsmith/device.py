@@ -1,0 +1,66 @@
+"""Where a run computes, and in which dtype. ``auto`` answers with what the hardware is fast at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from draftsmith.errors import ConfigError, Problem
+
+__all__ = ["deterministic_algorithms", "fast_bfloat16", "resolve_device", "resolve_dtype"]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called *name*; ``auto`` is the GPU where there is one.
+
+    Raises:
+        ConfigError: a GPU is asked for and torch sees none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError([Problem("torch sees no GPU here", where="train.device", hint="use device: auto or cpu")])
+    return device
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """Whether *device* multiplies bfloat16 matrices at least as fast as float32 ones.
+
+    On CPUs this asks oneDNN, which needs AVX-512 at least: with AVX2 alone bfloat16 is several times *slower*.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The compute dtype called *name* (``float32``, ``bfloat16``, …); ``auto`` is bfloat16 where it is fast."""
+    if name == "auto":
+        return torch.bfloat16 if fast_bfloat16(device) else torch.float32
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError([Problem(f"{name!r} is no floating point dtype", hint="auto, bfloat16 or float32")])
+    return dtype
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Ask torch for kernels that give the same bits every time, and restore what was set before.
+
+    Kernels without such a variant only warn. Filling fresh memory, which torch adds to the mode, costs bandwidth
+    and proves nothing here, so it is switched off. cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` in the environment
+    before its first call; :func:`draftsmith.train.run.run_train` sets it.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]

@@ -1,0 +1,276 @@
+"""The training loop, top to bottom.
+
+A run is a sequence of optimiser steps; everything that one of them depends on is a function of the recipe, the data
+and the step's number, or is in the :class:`~draftsmith.checkpoint.training.TrainingState`. Between two steps come
+the duties of the step just done, in this order: validate, save, stop if asked to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import torch
+from attrs import field, frozen
+from torch import nn
+
+from draftsmith import api
+from draftsmith.checkpoint.training import (
+    Best,
+    TrainingState,
+    prune,
+    random_states,
+    trained_tensors,
+    write_checkpoint,
+)
+from draftsmith.config.schema import TrainConfig
+from draftsmith.errors import DataError, Stopped
+from draftsmith.progress import stage_progress
+from draftsmith.train.log import MetricsLog
+from draftsmith.train.metrics import Pairs, add_pairs, divide
+from draftsmith.train.optimizers import Optimizers
+from draftsmith.train.rows import LoadedRow, Order, RowLoader, derived_seed, read_ahead, to_device
+from draftsmith.train.schedule import rate_factor, warmup_steps
+from draftsmith.train.signals import StopRequest
+from draftsmith.train.step import Objective, score_row, train_step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Events", "Job", "train", "validate"]
+
+
+class Events(Protocol):
+    """Where observer events go."""
+
+    def step_finished(self, event: api.StepFinished) -> None: ...
+    def checkpoint_saved(self, event: api.CheckpointSaved) -> None: ...
+
+
+@frozen(kw_only=True)
+class Job:
+    """Everything that training needs and that does not change while it runs.
+
+    Attributes:
+        order: bins of every optimiser step.
+        load: bin → training row.
+        validation_bins, load_validation: the same for validation, in a fixed order; empty: no validation.
+        folder: the training folder.
+        environment: see :class:`~draftsmith.checkpoint.training.TrainingState`.
+        warn: prints a message for the user.
+    """
+
+    config: TrainConfig
+    objective: Objective
+    optimizers: Optimizers
+    device: torch.device
+    order: Order
+    load: RowLoader
+    validation_bins: tuple[tuple[int, ...], ...]
+    load_validation: RowLoader
+    folder: Path
+    log: MetricsLog
+    events: Events
+    stop: StopRequest
+    environment: Mapping[str, str] = field(factory=dict)
+    console: Console | None = None
+    warn: Callable[[str], None] = lambda message: None
+
+    @property
+    def validate_every(self) -> int:
+        return self.config.validate_every or self.order.steps_per_epoch
+
+    @property
+    def checkpoint_every(self) -> int:
+        return self.config.checkpoint_every or self.order.steps_per_epoch
+
+
+def train(job: Job, state: TrainingState, saved: int) -> TrainingState:
+    """Train from *state* to the end.
+
+    Args:
+        state: where to begin; the weights, moments and generators are already those of this state.
+        saved: step of the checkpoint that is on disk, or -1.
+
+    Raises:
+        Stopped: a signal came; the state is saved.
+        NumericsError, SampleError, DiskSpaceError: training cannot go on; the last checkpoint is untouched.
+    """
+    total = job.order.total_steps
+    rows = read_ahead(job.load, (bin_ for bins in job.order.steps_from(state.step) for bin_ in bins))
+    with closing(rows), stage_progress(job.console, "train", _all_tokens(job), "tokens") as bar:
+        bar.advance(state.tokens)
+        while True:
+            if _validation_is_due(job, state):
+                state = _with_validation(job, state)
+            if state.step != saved and _checkpoint_is_due(job, state):
+                saved = _save(job, state)
+            if job.stop:
+                if state.step != saved:
+                    _save(job, state)
+                raise _stopped(job, state)
+            if state.step == total:
+                return state
+            state, tokens, shown = _one_step(job, state, rows)
+            bar.advance(tokens, **shown)
+
+
+def _one_step(
+    job: Job, state: TrainingState, rows: Iterator[LoadedRow]
+) -> tuple[TrainingState, int, dict[str, float]]:
+    """The next optimiser step: its state, its tokens, and what the progress bar shows."""
+    started = time.monotonic()
+    step = state.step
+    loaded = [next(rows) for _ in range(_rows_in(job, step))]
+    for sample_id, reason in (each for row in loaded for each in row.skipped):
+        job.warn(f"sample {sample_id} is left out: {reason}")
+    usable = [row.row for row in loaded if row.row is not None]
+    rates = job.optimizers.set_rate(_rate_factor(job, step))
+    result = train_step(
+        job.objective,
+        job.optimizers,
+        [to_device(row, job.device, job.objective.compute_dtype) for row in usable],
+        [_generator(job, "row", step, place) for place in range(len(usable))],
+        clip_norm=job.config.clip_norm,
+    )
+    tokens = sum(row.tokens for row in loaded)
+    skipped = tuple(dict.fromkeys((*state.skipped, *(name for row in loaded for name, _ in row.skipped))))
+    state = attrs.evolve(state, step=step + 1, tokens=state.tokens + tokens, skipped=skipped)
+    _check_some_tokens(job, state)
+    values = {**divide(result.pairs), "gradient_norm": result.gradient_norm}
+    values |= {f"learning_rate_{name}": rate for name, rate in rates.items()}
+    job.log.write(
+        {"step": state.step, "phase": "train", "epoch": job.order.epoch_of(step), "tokens": state.tokens, **values}
+    )
+    seconds = time.monotonic() - started
+    job.events.step_finished(
+        api.StepFinished(
+            step=state.step,
+            tokens=state.tokens,
+            phase="train",
+            metrics={**values, "tokens_per_second": tokens / max(seconds, 1e-9)},
+        )
+    )
+    shown = {name: values[name] for name in ("loss", "eal", "position_0_acc") if name in values}
+    return state, tokens, {"step": float(state.step), **shown}
+
+
+# --- the duties between two steps ----------------------------------------------------------------------------------
+
+
+def _validation_is_due(job: Job, state: TrainingState) -> bool:
+    if not job.validation_bins or state.step == 0 or state.validated == state.step or job.stop:
+        return False
+    return state.step % job.validate_every == 0 or state.step == job.order.total_steps
+
+
+def _checkpoint_is_due(job: Job, state: TrainingState) -> bool:
+    if state.step == 0:
+        return False
+    best = state.best is not None and state.best.step == state.step
+    return best or state.step % job.checkpoint_every == 0 or state.step == job.order.total_steps
+
+
+def _with_validation(job: Job, state: TrainingState) -> TrainingState:
+    """*state* with the validation of its step, unless a signal interrupted it: then it is due again on resume."""
+    pairs = validate(job)
+    if pairs is None:
+        return state
+    values = divide(pairs)
+    best = Best(step=state.step, eal=values["eal"], loss=values.get("loss", float("inf")), metrics=values)
+    job.log.write({"step": state.step, "phase": "validation", "tokens": state.tokens, **values})
+    job.events.step_finished(
+        api.StepFinished(step=state.step, tokens=state.tokens, phase="validation", metrics=values)
+    )
+    best = best if best.beats(state.best) else state.best or best
+    return attrs.evolve(state, validated=state.step, validation=values, best=best)
+
+
+def validate(job: Job) -> Pairs | None:
+    """Score all validation rows; None where a signal came in between.
+
+    Changes nothing: the modules' train or eval modes and the global generators are as before, whatever happens.
+    """
+    parts: list[Pairs] = []
+    rows = read_ahead(job.load_validation, iter(job.validation_bins))
+    with closing(rows), _evaluating(job.objective.model, job.device):
+        for place, loaded in enumerate(rows):
+            if job.stop:
+                return None
+            if loaded.row is not None:
+                row = to_device(loaded.row, job.device, job.objective.compute_dtype)
+                # The same draws at every validation, so that they can be compared.
+                parts.append(score_row(job.objective, row, _generator(job, "validation", place)).pairs)
+    return add_pairs(parts)
+
+
+@contextmanager
+def _evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    devices = [device] if device.type == "cuda" else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _save(job: Job, state: TrainingState) -> int:
+    """Write the checkpoint of *state*, remove those no longer wanted, tell the observers; returns its step."""
+    state = attrs.evolve(
+        state, log_bytes=job.log.sync(), random_states=random_states(), environment=dict(job.environment)
+    )
+    path = write_checkpoint(job.folder, state, trained_tensors(job.objective.model), job.optimizers.state_tensors())
+    best = state.best.step if state.best else None
+    prune(job.folder, current=state.step, keep=job.config.keep_checkpoints, best=best)
+    job.events.checkpoint_saved(api.CheckpointSaved(step=state.step, path=path, best=best == state.step))
+    return state.step
+
+
+def _stopped(job: Job, state: TrainingState) -> Stopped:
+    assert job.stop.number is not None
+    return Stopped(
+        f"training was stopped by {job.stop.name} after step {state.step} of {job.order.total_steps}; it is saved",
+        number=job.stop.number,
+        where=str(job.folder),
+        hint="start the same command again to go on",
+    )
+
+
+# --- small things ---------------------------------------------------------------------------------------------------
+
+
+def _rows_in(job: Job, step: int) -> int:
+    """Rows of optimiser step *step*: the last one of an epoch may have fewer."""
+    place = step % job.order.steps_per_epoch
+    return min(job.order.rows_per_step, len(job.order.bins) - place * job.order.rows_per_step)
+
+
+def _rate_factor(job: Job, step: int) -> float:
+    total = job.order.total_steps
+    return rate_factor(job.config.schedule, step, total, warmup_steps(total, job.config.warmup_share))
+
+
+def _generator(job: Job, *what: Any) -> torch.Generator:
+    """The generator of one purpose, from the run's seed: no state to save, the same on every start."""
+    return torch.Generator().manual_seed(derived_seed(job.config.seed, *what))
+
+
+def _all_tokens(job: Job) -> int:
+    lengths: Sequence[int] = job.load.lengths
+    return sum(lengths[index] for bin_ in job.order.bins for index in bin_) * job.config.epochs
+
+
+def _check_some_tokens(job: Job, state: TrainingState) -> None:
+    if state.tokens == 0 and state.step == job.order.steps_per_epoch:
+        raise DataError(
+            f"not one sample could be read in a whole epoch; {len(state.skipped)} were left out as bad",
+            where=str(job.folder),
+            hint="run with train.bad_samples=stop to see the first fault, or capture again",
+        )

@@ -1,0 +1,295 @@
+"""The train stage: what is trained on what, from where it stopped, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from draftsmith import api
+from draftsmith.capture.states import CapturedStates, open_states
+from draftsmith.checkpoint.training import (
+    TrainingCheckpoint,
+    TrainingState,
+    load_weights_into,
+    read_newest,
+    restore_random_states,
+)
+from draftsmith.data.dataset import open_prepared
+from draftsmith.device import deterministic_algorithms, resolve_device, resolve_dtype
+from draftsmith.errors import OutputError, Stopped
+from draftsmith.observers import Dispatcher, open_observers
+from draftsmith.stages import Stage, StageRecord
+from draftsmith.train.log import MetricsLog
+from draftsmith.train.loop import Job, train
+from draftsmith.train.optimizers import Optimizers, build_optimizers
+from draftsmith.train.rows import Order, RowLoader, RowPlan, Table, check_plan, derived_seed, plan_rows
+from draftsmith.train.scoring import Teacher
+from draftsmith.train.setup import ParameterCount, build_algorithm, build_draft, build_loss, count_parameters
+from draftsmith.train.signals import StopRequest
+from draftsmith.train.step import Objective
+from draftsmith.verifier_weights import load_verifier_weights
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from draftsmith.config.resolve import ResolvedRun
+
+__all__ = ["METRICS_LOG", "Training", "prepare_training", "run_train", "train_fingerprint"]
+
+METRICS_LOG = "metrics.jsonl"
+
+#: Keys of ``train:`` that change when something is written, not what is computed.
+_HARMLESS = ("checkpoint_every", "keep_checkpoints")
+
+
+@frozen(kw_only=True)
+class Training:
+    """Everything built for a training that has not begun. Benchmarks and tests drive it step by step.
+
+    Attributes:
+        rows, validation_rows: the packed rows of the two tables.
+        order: which rows each optimiser step trains on.
+    """
+
+    objective: Objective
+    optimizers: Optimizers
+    device: torch.device
+    rows: RowPlan
+    validation_rows: RowPlan
+    order: Order
+    load: RowLoader
+    load_validation: RowLoader
+    parameters: ParameterCount
+
+    @property
+    def model(self) -> nn.Module:
+        return self.objective.model
+
+
+def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bool = False) -> StageRecord:
+    """Train the draft; resumes where an earlier start was killed or stopped.
+
+    Raises:
+        Stopped: SIGTERM or SIGINT; the state is saved (exit code 143 or 130).
+        FingerprintMismatch: the folder holds a training from other inputs.
+        SampleError, NumericsError, DiskSpaceError: training cannot go on; checkpoints are as they were.
+    """
+    stage = Stage("train", run.folders.training)
+    if stage.begin(train_fingerprint(run), overwrite=overwrite) == "complete":
+        record = stage.record()
+        assert record is not None
+        return record
+
+    def say(message: str) -> None:
+        if console is not None:
+            console.print(message, markup=False, highlight=False)
+
+    events = open_observers(run)
+    started = time.monotonic()
+    outcome: Literal["completed", "stopped", "failed"] = "failed"
+    step = 0
+    try:
+        # Signals are noted from here on: one that comes while the weights load stops before the first step.
+        with StopRequest(say) as stop, deterministic_algorithms():
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            training = prepare_training(run)
+            _describe(training, say)
+            state = _train(run, training, stop, events, console, say)
+        step, outcome = state.step, "completed"
+        record = stage.finish(_summary(training, state))
+    except Stopped:
+        outcome = "stopped"
+        raise
+    finally:
+        events.run_finished(api.RunFinished(step=step, outcome=outcome, seconds=time.monotonic() - started))
+    return record
+
+
+def train_fingerprint(run: ResolvedRun) -> dict[str, Any]:
+    """What the trained weights depend on, beside the captured states.
+
+    Raises:
+        OutputError: the states are not complete.
+    """
+    captured = Stage("capture", run.folders.states).record()
+    if captured is None or not captured.complete:
+        raise OutputError(
+            "the hidden states are not captured yet", where=str(run.folders.states), hint="run `draftsmith capture`"
+        )
+    recipe = run.resolved_recipe()
+    settings = {name: value for name, value in recipe["train"].items() if name not in _HARMLESS}
+    facets = {name: recipe[name] for name in ("algorithm", "architecture", "loss", "mask")}
+    return {"previous": captured.digest, **facets, "train": settings, "reduction": _reduction(run)}
+
+
+def prepare_training(run: ResolvedRun) -> Training:
+    """Build everything from the prepared data and the captured states; trains nothing, writes nothing.
+
+    Raises:
+        DataError: there is no supervised row.
+    """
+    config = run.recipe.train
+    device = resolve_device(config.device)
+    compute_dtype = resolve_dtype(config.compute_dtype, device)
+    data = open_prepared(run.folders.prepared)
+    vocabulary = data.vocabulary()
+    algorithm = build_algorithm(
+        run,
+        vocabulary,
+        load_verifier_weights(run.verifier, trust_remote_code=run.recipe.trust_remote_code),
+        device=device,
+        compute_dtype=compute_dtype,
+    )
+    model = build_draft(algorithm, device, derived_seed(config.seed, "initialisation"))
+    objective = Objective(
+        algorithm=algorithm,
+        model=model,
+        teacher=Teacher(
+            algorithm.setup.weights, algorithm.setup.vocabulary, device=device, compute_dtype=compute_dtype
+        ),
+        loss=build_loss(run),
+        reduction=_reduction(run),
+        out_of_vocabulary=config.out_of_vocabulary,
+        compute_dtype=compute_dtype,
+    )
+    rows = plan_rows(data.train, config.tokens_per_row)
+    check_plan(rows)
+    return Training(
+        objective=objective,
+        optimizers=build_optimizers(model, config, {vocabulary.draft_size, vocabulary.target_size}),
+        device=device,
+        rows=rows,
+        validation_rows=plan_rows(data.validation, config.tokens_per_row),
+        order=Order(bins=rows.bins, rows_per_step=config.rows_per_step, epochs=config.epochs, seed=config.seed),
+        load=_loader(run, data.train),
+        load_validation=_loader(run, data.validation),
+        parameters=count_parameters(model),
+    )
+
+
+def _train(
+    run: ResolvedRun,
+    training: Training,
+    stop: StopRequest,
+    events: Dispatcher,
+    console: Console | None,
+    say: Callable[[str], None],
+) -> TrainingState:
+    found = read_newest(run.folders.training, say)
+    environment = _environment(training)
+    state = TrainingState(step=0)
+    if found is not None:
+        state = _restore(training, found)
+        say(f"going on after step {state.step} of {training.order.total_steps} ({found.path.name})")
+        for line in _changes(state.environment, environment):
+            say(f"note: {line}; the weights will not be bit-identical to those of an uninterrupted run")
+    with MetricsLog(run.folders.training / METRICS_LOG, keep=state.log_bytes) as log:
+        job = Job(
+            config=run.recipe.train,
+            objective=training.objective,
+            optimizers=training.optimizers,
+            device=training.device,
+            order=training.order,
+            load=training.load,
+            validation_bins=training.validation_rows.bins,
+            load_validation=training.load_validation,
+            folder=run.folders.training,
+            log=log,
+            events=events,
+            stop=stop,
+            environment=environment,
+            console=console,
+            warn=say,
+        )
+        events.run_started(
+            api.RunStarted(
+                output=run.folders.output,
+                recipe=run.resolved_recipe(),
+                total_steps=training.order.total_steps,
+                first_step=state.step,
+                trainable_parameters=training.parameters.trainable,
+                frozen_parameters=training.parameters.frozen,
+            )
+        )
+        training.model.train()
+        return train(job, state, saved=state.step if found is not None else -1)
+
+
+def _restore(training: Training, found: TrainingCheckpoint) -> TrainingState:
+    load_weights_into(training.model, found.model)
+    training.optimizers.load_state_tensors(found.optimizer)
+    restore_random_states(found.state.random_states)
+    return found.state
+
+
+def _loader(run: ResolvedRun, table: Table) -> RowLoader:
+    # Each loader reads in a thread of its own, so each has a reader of its own.
+    states: CapturedStates = open_states(run)
+    config = run.recipe.train
+    return RowLoader(
+        table,
+        states,
+        capacity=config.tokens_per_row,
+        last_hidden=run.requirements.last_hidden,
+        bad_samples=config.bad_samples,
+    )
+
+
+def _reduction(run: ResolvedRun) -> Literal["masked_mean", "weighted_mean", "local_mean"]:
+    asked = run.recipe.train.reduction
+    return run.algorithm.reduction if asked == "algorithm" else asked
+
+
+def _describe(training: Training, say: Callable[[str], None]) -> None:
+    rows, objective = training.rows, training.objective
+    say(str(training.parameters))
+    say(
+        f"{len(rows.bins)} rows of {rows.capacity} tokens, {rows.fill:.1%} full; "
+        f"{len(training.validation_rows.bins)} for validation; {training.order.total_steps} steps on "
+        f"{training.device} in {str(objective.compute_dtype).removeprefix('torch.')}"
+    )
+    for name, plan in (("training", rows), ("validation", training.validation_rows)):
+        if plan.truncated or plan.dropped:
+            say(
+                f"{name}: {plan.truncated} samples cut to {plan.capacity} tokens, "
+                f"{plan.dropped} left out without a supervised token"
+            )
+
+
+def _environment(training: Training) -> dict[str, str]:
+    """What decides the last bits: kernels are chosen by device and version, sums are split by threads."""
+    device = training.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {
+        "device": f"{device.type} {name}",
+        "compute dtype": str(training.objective.compute_dtype),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+    }
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return [f"{key} was {before[key]}, is {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
+
+
+def _summary(training: Training, state: TrainingState) -> dict[str, Any]:
+    best = state.best
+    return {
+        "steps": state.step,
+        "tokens": state.tokens,
+        "rows": len(training.rows.bins),
+        "fill": round(training.rows.fill, 4),
+        "truncated": training.rows.truncated,
+        "skipped": list(state.skipped),
+        "trainable_parameters": training.parameters.trainable,
+        "frozen_parameters": training.parameters.frozen,
+        "validation": dict(state.validation),
+        "best_step": best.step if best else state.step,
+        "best": dict(best.metrics) if best else {},
+    }

@@ -1,0 +1,134 @@
+"""From a resolved run to the objects that train: algorithm, draft, loss. Export and verify build with it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from attrs import frozen
+from torch import nn
+
+from draftsmith.errors import PluginError
+from draftsmith.interfaces import (
+    AlgorithmSetup,
+    DraftAlgorithm,
+    DraftArchitecture,
+    MaskRule,
+    PositionLoss,
+    VerifierWeights,
+    VocabularyMap,
+)
+from draftsmith.plugins import load_reference
+
+if TYPE_CHECKING:
+    from draftsmith.config.resolve import ResolvedRun
+
+__all__ = ["ParameterCount", "build_algorithm", "build_draft", "build_loss", "build_mask", "count_parameters"]
+
+
+@frozen(kw_only=True)
+class ParameterCount:
+    """Parameters of a draft, in elements."""
+
+    trainable: int
+    frozen: int
+
+    def __str__(self) -> str:
+        total = self.trainable + self.frozen
+        return (
+            f"{self.trainable / 1e6:.2f} M of {total / 1e6:.2f} M parameters are trained "
+            f"({self.trainable / max(total, 1):.0%}); the rest is the verifier's, frozen"
+        )
+
+
+def build_algorithm(
+    run: ResolvedRun,
+    vocabulary: VocabularyMap,
+    weights: VerifierWeights,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+) -> DraftAlgorithm:
+    """The run's algorithm, built from its facets.
+
+    Args:
+        vocabulary: the draft's.
+        weights: the verifier's tensors; moved to *device*, so that the teacher shares them with the setup.
+
+    Raises:
+        PluginError: an implementation does not import, or is not what its registration says.
+    """
+    setup = AlgorithmSetup(
+        options=run.algorithm_options,
+        verifier=run.verifier,
+        weights=_on_device(weights, device),
+        vocabulary=attrs.evolve(vocabulary, d2t=vocabulary.d2t.to(device), t2d=vocabulary.t2d.to(device)),
+        capture=run.requirements,
+        mask=build_mask(run),
+        architecture=load_reference(run.architecture.implementation, expected=DraftArchitecture),
+        attention=run.recipe.train.attention,
+        compute_dtype=compute_dtype,
+    )
+    implementation = load_reference(run.algorithm.implementation, expected=DraftAlgorithm)
+    algorithm: DraftAlgorithm = implementation(setup)
+    return algorithm
+
+
+def build_mask(run: ResolvedRun) -> MaskRule:
+    """The run's mask rule. Its window is the algorithm's option ``window``, where the algorithm has one."""
+    implementation = load_reference(run.mask.implementation, expected=MaskRule)
+    mask: MaskRule = implementation(window=getattr(run.algorithm_options, "window", None))
+    return mask
+
+
+def build_loss(run: ResolvedRun) -> PositionLoss:
+    """The run's loss per position, with its options."""
+    implementation = load_reference(run.loss.implementation, expected=PositionLoss)
+    options: Mapping[str, Any] = run.loss_options
+    loss: PositionLoss = implementation(**options)
+    return loss
+
+
+def build_draft(algorithm: DraftAlgorithm, device: torch.device, seed: int) -> nn.Module:
+    """A fresh draft on *device*, initialised from *seed*; leaves torch's global generator seeded with it.
+
+    Raises:
+        PluginError: the draft is no draft architecture, has nothing to train, or would train the verifier's tensors.
+    """
+    torch.manual_seed(seed)
+    model = algorithm.build_model()
+    if not isinstance(model, DraftArchitecture):
+        raise PluginError(f"{type(model).__name__} is no DraftArchitecture, so its shared tensors are unknown")
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise PluginError(f"{type(model).__name__} has no trainable parameter")
+    shared = trainable & set(model.shared_tensors())
+    if shared:
+        raise PluginError(
+            f"{type(model).__name__} would train what it shares with the verifier: {', '.join(sorted(shared))}",
+            hint="freeze them (requires_grad False), or do not declare them shared",
+        )
+    return model.to(device)
+
+
+def count_parameters(model: nn.Module) -> ParameterCount:
+    """Trainable and frozen elements; buffers count as neither."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return ParameterCount(
+        trainable=sum(size for size, trained in sizes if trained),
+        frozen=sum(size for size, trained in sizes if not trained),
+    )
+
+
+def _on_device(weights: VerifierWeights, device: torch.device) -> VerifierWeights:
+    embed_tokens = weights.embed_tokens.to(device)
+    # Tied tensors stay one tensor.
+    tied = weights.lm_head.data_ptr() == weights.embed_tokens.data_ptr()
+    return attrs.evolve(
+        weights,
+        embed_tokens=embed_tokens,
+        lm_head=embed_tokens if tied else weights.lm_head.to(device),
+        final_norm=weights.final_norm.to(device),
+    )
