@@ -1,0 +1,148 @@
+"""Run by :mod:`draftsmith.serving.vllm_process` as ``python -m draftsmith.serving.vllm_child REQUEST.json``.
+
+The only file of the serving package that imports vLLM, and it does so in its own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.stages import write_json_atomically
+
+PREFIX = "vllm:spec_decode_num_"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Load each requested engine, generate, and write its result. Stops at the first failure, and says what it is."""
+    order = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    for job in order["engines"]:
+        try:
+            write_json_atomically(Path(job["result"]), _run(job, Path(order["progress"])))
+        except Exception as error:
+            write_json_atomically(
+                Path(order["failure"]),
+                {"engine": job["name"], "error": f"{type(error).__name__}: {str(error).strip()[:2000]}"},
+            )
+            raise
+    return 0
+
+
+def _run(job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    started = time.monotonic()
+    llm = LLM(**job["engine"])
+    loaded = time.monotonic()
+    try:
+        generated = _generate(llm, job, ticks)
+        generated["eos_token_ids"] = _eos_token_ids(llm)
+        generated["load_seconds"] = round(loaded - started, 2)
+        generated["generate_seconds"] = round(time.monotonic() - loaded, 2)
+        return generated
+    finally:
+        with contextlib.suppress(Exception):
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _generate(llm: Any, job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
+    """Generate group by group; vLLM's counters only grow, so each group's are a difference of two readings."""
+    from vllm import SamplingParams
+
+    prompts, sampling = job["prompts"], SamplingParams(**job["sampling"])
+    groups = job["groups"] or [""] * len(prompts)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    reasons: list[str | None] = [None] * len(prompts)
+    readings = [_read_counters(llm)]
+    names = sorted(set(groups))
+    done = 0
+    for name in names:
+        members = [index for index, group in enumerate(groups) if group == name]
+        answers = llm.generate(
+            [{"prompt_token_ids": prompts[index]} for index in members],
+            sampling,
+            use_tqdm=_progress(ticks, job["name"], done),
+        )
+        for index, answer in zip(members, answers, strict=True):
+            outputs[index] = list(answer.outputs[0].token_ids)
+            reasons[index] = answer.outputs[0].finish_reason
+        done += len(members)
+        readings.append(_read_counters(llm))
+    by_group = {
+        name: _difference(before, after)
+        for name, before, after in zip(names, readings[:-1], readings[1:], strict=True)
+        if after is not None
+    }
+    return {
+        "outputs": outputs,
+        "finish_reasons": reasons,
+        "counters": _difference(readings[0], readings[-1]),
+        "counters_by_group": by_group,
+    }
+
+
+def _read_counters(llm: Any) -> dict[str, Any] | None:
+    """vLLM's counters so far; None where the engine drafts nothing."""
+    found = {metric.name: metric for metric in llm.get_metrics() if metric.name.startswith(PREFIX)}
+    if f"{PREFIX}drafts" not in found:
+        return None
+    return {
+        "drafts": found[f"{PREFIX}drafts"].value,
+        "drafted": found[f"{PREFIX}draft_tokens"].value,
+        "accepted": found[f"{PREFIX}accepted_tokens"].value,
+        "accepted_per_position": list(found[f"{PREFIX}accepted_tokens_per_pos"].values),
+    }
+
+
+def _difference(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if after is None:
+        return None
+    if before is None:
+        return dict(after)
+    counts = {key: after[key] - before[key] for key in ("drafts", "drafted", "accepted")}
+    pairs = zip(after["accepted_per_position"], before["accepted_per_position"], strict=True)
+    return {**counts, "accepted_per_position": [new - old for new, old in pairs]}
+
+
+def _eos_token_ids(llm: Any) -> list[int]:
+    """What vLLM ends an answer at: the tokenizer's end token, and those of the generation config."""
+    ids: set[int] = set()
+    config = llm.llm_engine.model_config.try_get_generation_config() or {}
+    for value in (llm.get_tokenizer().eos_token_id, config.get("eos_token_id")):
+        ids |= set(value) if isinstance(value, list) else set() if value is None else {value}
+    return sorted(ids)
+
+
+def _progress(ticks: Path, name: str, already: int) -> Callable[..., Any]:
+    """A progress bar for vLLM that writes the number of finished prompts to a file instead of drawing."""
+    import os
+
+    from tqdm import tqdm
+
+    class ToFile(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            # Kept open as long as the bar: vLLM may never close it.
+            super().__init__(*arguments, **{**keywords, "file": open(os.devnull, "w", encoding="utf-8")})  # noqa: SIM115
+
+        def update(self, n: float | None = 1) -> bool | None:
+            told = super().update(n)
+            temporary = ticks.with_suffix(".tmp")
+            temporary.write_text(f"{name} {already + int(self.n)}", encoding="utf-8")
+            os.replace(temporary, ticks)
+            return told  # type: ignore[no-any-return,unused-ignore]
+
+    return ToFile
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

