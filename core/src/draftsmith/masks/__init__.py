@@ -1,0 +1,24 @@
+"""The built-in mask rules, registered through the same hook as anybody's. Torch-free.
+
+A rule is written once, elementwise over (query, key) slots; :mod:`draftsmith.masks.forms` derives the dense, the
+additive and the flex form from it.
+"""
+
+from __future__ import annotations
+
+from draftsmith.api import Mask
+
+__all__ = ["BUILTIN_MASKS"]
+
+BUILTIN_MASKS: tuple[Mask, ...] = (
+    Mask(
+        name="causal",
+        summary="earlier rows of the same document, within the window",
+        implementation="draftsmith.masks.rules:Causal",
+    ),
+    Mask(
+        name="chained",
+        summary="earlier rows of the same document and the query's own drafted continuation, within the window",
+        implementation="draftsmith.masks.rules:Chained",
+    ),
+)
