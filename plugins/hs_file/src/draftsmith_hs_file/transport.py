@@ -1,0 +1,52 @@
+"""The transport: opens writers and readers on a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from draftsmith.interfaces import HiddenStateReader, HiddenStateTransport, HiddenStateWriter, StateLayout
+from draftsmith_hs_file import wire
+from draftsmith_hs_file.options import FileOptions
+from draftsmith_hs_file.producer import FileWriter, compact
+from draftsmith_hs_file.reader import FileReader
+from draftsmith_hs_file.store import Store
+
+__all__ = ["FileTransport"]
+
+#: A sample's share of a shard's header, measured: two tensors of 100 bytes and a checksum of 60.
+_INDEX_BYTES = 320
+
+
+class FileTransport(HiddenStateTransport):
+    """Hidden states in a folder (see :mod:`draftsmith_hs_file.store` for what lies where)."""
+
+    options: FileOptions
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.options.folder) if self.options.folder is not None else self.location
+
+    def writer(self, layout: StateLayout) -> HiddenStateWriter:
+        return FileWriter(Store(self.folder, layout), self.options)
+
+    def reader(self, layout: StateLayout) -> HiddenStateReader:
+        return FileReader(Store(self.folder, layout))
+
+    def compact(self, layout: StateLayout) -> None:
+        compact(Store(self.folder, layout), self.options)
+
+    def bytes_for(self, layout: StateLayout, tokens: int, samples: int) -> int:
+        return wire.sample_bytes(layout, tokens) + _INDEX_BYTES * samples
+
+    def remove_all(self, sample_ids: Iterable[str] | None = None) -> None:
+        store = Store(self.folder, StateLayout(fingerprint="", layer_ids=(), hidden_size=0, dtype="float32"))
+        if sample_ids is None:
+            store.remove_everything()
+            return
+        stored = store.stored_layout()
+        if stored is None:
+            return
+        with FileReader(Store(self.folder, stored)) as reader:
+            for sample_id in sample_ids:
+                reader.delete(sample_id)
