@@ -74,7 +74,9 @@ def chained_attention(
         raise ValueError(f"{heads} query heads cannot share {first_key.shape[1]} key heads evenly")
     if form == "linear":
         flat = [tensor for pair in chain for tensor in pair]
-        output: Tensor = _Linear.apply(query, first_key, first_value, tuple(document_lengths), window, *flat)
+        output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            query, first_key, first_value, tuple(document_lengths), window, *flat
+        )
         return output
     rows = document_slots(document_lengths, total, query.device)
     query_slots = step_slots(rows, len(chain))
@@ -237,7 +239,7 @@ def _visible_steps(steps: int, window: int | None) -> list[int]:
 
 def _group(tensor: Tensor, kv_heads: int) -> Tensor:
     """[T, h, d] → [T, g, h/g, d], a view."""
-    return tensor.unflatten(1, (kv_heads, -1))
+    return tensor.view(tensor.shape[0], kv_heads, -1, tensor.shape[2])
 
 
 def _padded(part: Tensor, like: Tensor) -> Tensor:
@@ -301,7 +303,8 @@ def _first_backward(
         return grad_query, grad_key, grad_value
     for start, stop, first, mask in _tiles(lengths, reach, query):
         part = _kernel_backward(
-            *(_kernel_view(each[start:stop], kv_heads) for each in (grad, query)),
+            _kernel_view(grad[start:stop], kv_heads),
+            _kernel_view(query[start:stop], kv_heads),
             _kernel_keys(key[first:stop], group),
             _kernel_keys(value[first:stop], group),
             _kernel_view(output[start:stop], kv_heads),

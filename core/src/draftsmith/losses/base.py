@@ -62,7 +62,8 @@ def probabilities(teacher: TeacherChunk) -> Tensor:
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Row-wise dot products [C] of two [C, V_d], without a temporary of that size."""
-    return torch.linalg.vecdot(a, b)
+    product: Tensor = torch.linalg.vecdot(a, b)
+    return product
 
 
 def negative_entropy(teacher: TeacherChunk) -> Tensor:

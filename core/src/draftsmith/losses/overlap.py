@@ -22,7 +22,8 @@ def _overlap_gradient(draft: DraftChunk, teacher: TeacherChunk) -> tuple[Tensor,
     """alpha [C] and d alpha / dz [C, V_d] = q (1[q <= p] - s), s = sum q 1[q <= p]. Overwrites ``log_q`` only."""
     p = probabilities(teacher)
     alpha = torch.minimum(draft.q, p, out=draft.log_q).sum(-1)
-    below = torch.where(draft.q <= p, draft.q, 0.0, out=draft.log_q)
+    # The comparison as 0.0 or 1.0 in the same buffer: no boolean mask, no conversion.
+    below = torch.le(draft.q, p, out=draft.log_q).mul_(draft.q)
     mass = below.sum(-1, keepdim=True)
     return alpha, below.addcmul_(draft.q, mass, value=-1.0)
 

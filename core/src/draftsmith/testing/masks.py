@@ -110,4 +110,5 @@ class MaskTests:
         zero = torch.zeros((), dtype=torch.int64)
         inside = mask_mod(zero, zero, torch.arange(rows)[:, None], torch.arange(columns)[None, :])
         covered = blocks.repeat_interleave(size_q, 0)[:rows].repeat_interleave(size_k, 1)[:, :columns]
-        return inside & covered
+        expanded: Tensor = inside & covered
+        return expanded

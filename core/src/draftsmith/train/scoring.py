@@ -151,7 +151,9 @@ def score_slots(
     scorer = _Scorer(teacher=teacher, target=target, groups=groups, loss=loss, slots=slots.teacher_row.shape[0])
     # Dtypes are chosen here, product by product: an enclosing autocast must not choose others.
     with torch.autocast(teacher.device.type, enabled=False):
-        values: Tensor = _Score.apply(scorer, len(inputs), torch.is_grad_enabled(), *inputs, *weights)
+        values: Tensor = _Score.apply(  # type: ignore[no-untyped-call]
+            scorer, len(inputs), torch.is_grad_enabled(), *inputs, *weights
+        )
     return ScoredSlots(
         loss=values,
         correct=scorer.correct,
@@ -455,7 +457,7 @@ def _chunk_elements(device: torch.device) -> int:
 def _chunk_rows(teacher: Teacher, rows: int) -> int:
     """C: as many rows as the budget allows, in chunks of equal size."""
     most = max(MINIMUM_ROWS, _chunk_elements(teacher.device) // teacher.draft_size)
-    return math.ceil(rows / max(1, math.ceil(rows / most)))
+    return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
 
 
 def _piece_rows(teacher: Teacher, rows: int) -> int:
