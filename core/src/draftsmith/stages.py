@@ -195,6 +195,11 @@ class RunFolders:
         return self.output / "prepared"
 
     @property
+    def answers(self) -> Path:
+        """Answers that the verifier wrote, by content hash: kept when the prepared rows are made anew."""
+        return self.output / "answers"
+
+    @property
     def states(self) -> Path:
         """The transport's folder and the teacher's statistics."""
         return self.output / "states"
