@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import typing
 from pathlib import Path
 
 import attrs
+import click
 import pytest
 import setup_environment
-import typer.main
 import write_reference as reference
 
+from draftsmith.cli.app import build
 from draftsmith.config.load import load_recipe
+from draftsmith.config.schema import NamedConfig, Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -38,18 +41,28 @@ def test_reference_is_what_the_source_says(page: str) -> None:
     assert (REFERENCE / page).read_text(encoding="utf-8") == reference.PAGES[page](), "run `make docs`"
 
 
-@pytest.mark.parametrize("key", [name for name, _ in reference.recipe_keys()])
+@pytest.mark.parametrize("key", [key for key, _, section in reference.recipe_keys() if section is None])
 def test_every_recipe_key_is_documented(key: str) -> None:
-    assert f"`{key}`" in (REFERENCE / "recipe.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        rf"^\| `{re.escape(key)}` \|.*\| ([^|]+) \|$", (REFERENCE / "recipe.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 1
+    assert rows[0].strip(), f"{key} has no help in config/schema.py"
 
 
-@pytest.mark.parametrize(
-    ("key", "attribute"),
-    [pair for pair in reference.recipe_keys() if reference.nested_class(pair[1].type) is None],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_every_plain_recipe_key_has_a_meaning(key: str, attribute: attrs.Attribute[object]) -> None:
-    assert attribute.metadata.get("help", "").strip(), f"{key} has no help in config/schema.py"
+def test_the_keys_are_all_of_the_schema() -> None:
+    def fields(cls: type, prefix: str = "") -> set[str]:
+        hints = typing.get_type_hints(cls)
+        found = set()
+        for attribute in attrs.fields(cls):
+            nested = hints[attribute.name]
+            inner = isinstance(nested, type) and attrs.has(nested) and nested is not NamedConfig
+            found |= fields(nested, f"{prefix}{attribute.name}.") if inner else {f"{prefix}{attribute.name}"}
+        return found
+
+    keys = {key for key, _, section in reference.recipe_keys() if section is None}
+    assert keys == fields(Recipe)
+    assert {"verifier", "train.epochs", "data.generation.temperature"} <= keys
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
@@ -90,22 +103,39 @@ def test_hook_docstrings_are_not_empty() -> None:
         assert (hook.__doc__ or "").strip(), name
 
 
-def commands() -> list[str]:
+def commands() -> dict[str, click.Command]:
     """Every command as typed, `plugins list` among them."""
-    from draftsmith.cli import app
 
-    def walk(command: object, prefix: str) -> list[str]:
-        children = getattr(command, "commands", None)
-        if not children:
-            return [prefix]
-        return [each for name, child in children.items() for each in walk(child, f"{prefix} {name}".strip())]
+    def walk(command: click.Command, prefix: str) -> dict[str, click.Command]:
+        if not hasattr(command, "list_commands"):
+            return {prefix: command}
+        context = click.Context(command)
+        found: dict[str, click.Command] = {}
+        for name in command.list_commands(context):
+            found |= walk(command.get_command(context, name), f"{prefix} {name}".strip())
+        return found
 
-    return walk(typer.main.get_command(app), "")
+    return walk(build(), "")
 
 
 def test_every_command_is_documented() -> None:
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    assert {"run", "lint", "plugins list"} <= set(commands())
     missing = [command for command in commands() if f"`draftsmith {command}" not in page]
+    assert not missing
+
+
+def test_every_option_of_every_command_is_documented() -> None:
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    options = {
+        option
+        for command in [build(), *commands().values()]
+        for parameter in command.params
+        for option in parameter.opts
+        if option.startswith("--") and option != "--help"
+    }
+    assert "--set" in options
+    missing = sorted(option for option in options if f"`{option}" not in page)
     assert not missing
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/reference/ from the source: every key of a recipe, every hook, every value that a hook returns.
+"""Write docs/reference/ from the source: every key of a recipe, every hook and what it returns, every option.
 
 ``--check`` writes nothing and fails where a page is not what the source says; a test does the same.
 """
@@ -7,75 +7,28 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import attrs
 
 from draftsmith import api, hookspecs
-from draftsmith.config.schema import Recipe
+from draftsmith.cli.plugins import describe_options
+from draftsmith.config.schema import NamedConfig, Recipe
+from draftsmith.config.structure import field_types
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 NOTICE = "<!-- Written by `make docs` from the source: change the text there. -->\n"
 
 
-# --- the recipe --------------------------------------------------------------------------------------------------
-
-
-def nested_class(annotation: Any) -> type | None:
-    """The attrs class that a key holds: of ``X`` or ``X | None``; None for plain values."""
-    for each in (annotation, *get_args(annotation)):
-        if isinstance(each, type) and attrs.has(each):
-            return each
-    return None
-
-
-def recipe_keys(cls: type = Recipe, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute[Any]]]:
-    """Every key of a recipe, dotted as ``--set`` takes it, sections before what is in them."""
-    attrs.resolve_types(cls)
-    for attribute in attrs.fields(cls):
-        name = f"{prefix}{attribute.name}"
-        yield name, attribute
-        inner = nested_class(attribute.type)
-        if inner is not None and inner.__name__ != "NamedConfig":
-            yield from recipe_keys(inner, f"{name}.")
-
-
-def type_name(annotation: Any) -> str:
-    """A type as a user would say it."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if annotation is type(None):
-        return "null"
-    if origin is Literal:
-        return ", ".join(str(value) for value in inner)
-    if origin in (Union, UnionType):
-        return " or ".join(type_name(each) for each in inner)
-    if origin in (list, tuple):
-        return f"list of {' or '.join(dict.fromkeys(type_name(each) for each in inner))}"
-    if origin is dict:
-        return "mapping"
-    names = {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}
-    name = getattr(annotation, "__name__", str(annotation))
-    return "name, or {name, options}" if name == "NamedConfig" else names.get(name, name)
-
-
-def default_text(attribute: attrs.Attribute[Any]) -> str:
-    default: Any = attribute.default
-    if default is attrs.NOTHING:
-        return "**required**"
-    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
-        default = default.factory()
-    if isinstance(default, bool) or default is None:
-        return f"`{str(default).lower() if default is not None else 'null'}`"
-    if isinstance(default, (list, tuple)):
-        return f"`[{', '.join(str(each) for each in default)}]`"
-    return f"`{default}`"
+# --- options and the recipe --------------------------------------------------------------------------------------
 
 
 def cell(text: str) -> str:
@@ -83,20 +36,32 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+def option_row(name: str, option: Mapping[str, Any]) -> str:
+    """One line of a table of options, from what `draftsmith plugins show` would say of it."""
+    default = "**required**" if option["required"] else f"`{option['default']}`"
+    return f"| `{name}` | {cell(option['type'])} | {cell(default)} | {cell(option['help'])} |"
+
+
+def recipe_keys(cls: type = Recipe, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any], type | None]]:
+    """Every key of a recipe, dotted as ``--set`` takes it: (key, option, its class where it is a section)."""
+    kinds = field_types(cls)
+    for option in describe_options(cls):
+        kind = kinds[option["name"]]
+        section = kind if isinstance(kind, type) and attrs.has(kind) and kind is not NamedConfig else None
+        yield f"{prefix}{option['name']}", option, section
+        if section is not None:
+            yield from recipe_keys(section, f"{prefix}{option['name']}.")
+
+
 def recipe_page() -> str:
     """docs/reference/recipe.md."""
-    sections: dict[str, list[str]] = {}
-    introductions: dict[str, str] = {"": inspect.getdoc(Recipe) or ""}
-    for name, attribute in recipe_keys():
-        inner = nested_class(attribute.type)
-        if inner is not None and inner.__name__ != "NamedConfig":
-            introductions[name] = inspect.getdoc(inner) or ""
-            continue
-        section = name.rpartition(".")[0]
-        sections.setdefault(section, []).append(
-            f"| `{name}` | {cell(type_name(attribute.type))} | {cell(default_text(attribute))} "
-            f"| {cell(attribute.metadata.get('help', ''))} |"
-        )
+    rows: dict[str, list[str]] = {}
+    classes: dict[str, type] = {"": Recipe}
+    for key, option, section in recipe_keys():
+        if section is None:
+            rows.setdefault(key.rpartition(".")[0], []).append(option_row(key, option))
+        else:
+            classes[key] = section
     lines = [
         NOTICE,
         "# Recipe keys",
@@ -106,11 +71,12 @@ def recipe_page() -> str:
         "error that names the nearest one.",
         "",
         "Options of an algorithm, loss or transport stand under its `options` and are the plugin's own:",
-        "`draftsmith plugins show NAME` lists them.",
+        "`draftsmith plugins show NAME` lists them, and so does [plugins.md](plugins.md).",
     ]
-    for section, rows in sections.items():
-        lines += ["", f"## `{section}`" if section else "## The run", "", introductions[section], ""]
-        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
+    for section_name, section_rows in rows.items():
+        title = f"`{section_name}`" if section_name else "The run"
+        lines += ["", f"## {title}", "", inspect.getdoc(classes[section_name]) or "", ""]
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *section_rows]
     return "\n".join(lines) + "\n"
 
 
@@ -152,7 +118,7 @@ def value_section(cls: type) -> list[str]:
         elif isinstance(attribute.default, attrs.Factory):  # type: ignore[arg-type]
             default = "empty"
         elif callable(attribute.default):
-            default = "none found"
+            default = "see below"
         else:
             default = f"`{attribute.default!r}`"
         lines.append(f"| `{attribute.name}` | `{cell(kind)}` | {cell(default)} |")
@@ -212,7 +178,57 @@ def hooks_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"recipe.md": recipe_page, "hooks.md": hooks_page}
+# --- what our own plugins register -------------------------------------------------------------------------------
+
+
+def plugin_modules() -> dict[str, list[str]]:
+    """Distribution → the plugin modules of its entry points, for the packages of this repository."""
+    found = {}
+    for path in [ROOT / "core" / "pyproject.toml", *sorted((ROOT / "plugins").glob("*/pyproject.toml"))]:
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        found[project["name"]] = list(project["entry-points"][api.ENTRY_POINT_GROUP].values())
+    return found
+
+
+def registered_items(module: str) -> Iterator[api.Item]:
+    """Everything that the registration hooks of a plugin module return, hook by hook."""
+    plugin = importlib.import_module(module)
+    for name, hook in hooks().items():
+        implementation = getattr(plugin, name, None)
+        if implementation is not None and not is_observer(hook):
+            yield from implementation()
+
+
+def item_section(item: api.Item) -> list[str]:
+    """Heading, summary and options of one item."""
+    kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(item).__name__).lower()
+    lines = [f"### {kind} `{item.name}`", "", f"{item.summary}.", ""]
+    options = getattr(item, "options", None)
+    if options is not None:
+        lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
+        lines += [*(option_row(option["name"], option) for option in describe_options(options)), ""]
+    return lines
+
+
+def plugins_page() -> str:
+    """docs/reference/plugins.md."""
+    lines = [
+        NOTICE,
+        "# What comes with draftsmith",
+        "",
+        "What the core and the plugins of this repository register, and the options of each. Where you are,",
+        "`draftsmith plugins list` shows what is installed, and `draftsmith plugins show NAME` one item's options.",
+        "",
+    ]
+    for distribution, modules in plugin_modules().items():
+        lines += [f"## {distribution}", ""]
+        for module in modules:
+            for item in registered_items(module):
+                lines += item_section(item)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {"recipe.md": recipe_page, "hooks.md": hooks_page, "plugins.md": plugins_page}
 
 
 def main() -> int:
