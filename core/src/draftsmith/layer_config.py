@@ -1,0 +1,211 @@
+"""Configuration of a draft's decoder layers, derived from the verifier's. Torch-free.
+
+What the draft's network is in training and what vLLM builds from the exported ``transformer_layer_config`` must be
+the same thing. Everything that the two could read differently is decided here, once: the draft's rotary embedding is
+an ordinary one over the whole head (partial rotation and multimodal sections are not inherited), and only those
+scalings are inherited whose tables vLLM and transformers compute alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from draftsmith.api import VerifierFacts
+from draftsmith.errors import CheckpointError
+
+__all__ = ["LayerConfig", "inherited_rope"]
+
+#: rope_type → the keys that both sides read alike.
+_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+
+
+def inherited_rope(verifier: VerifierFacts) -> dict[str, Any]:
+    """The rope parameters that a draft takes over from its verifier.
+
+    Left out: ``partial_rotary_factor`` (ignored on one side only, it costs nearly all acceptance), multimodal
+    sections, and scalings whose tables depend on the running length (``dynamic``, ``longrope``): the plain rotary
+    embedding of the same base stands in for those.
+    """
+    given: Mapping[str, Any] = verifier.rope_parameters
+    nested = given.get("full_attention")
+    if isinstance(nested, Mapping):  # one table a layer type: full attention's is the one for long distances
+        given = nested
+    kind = str(given.get("rope_type") or "default")
+    if kind not in _ROPE_KEYS:
+        kind = "default"
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": float(given.get("rope_theta") or 10000.0)}
+    rope.update({key: given[key] for key in _ROPE_KEYS[kind] if given.get(key) is not None})
+    if kind == "yarn" and "original_max_position_embeddings" not in rope:
+        rope["original_max_position_embeddings"] = int(verifier.max_position_embeddings / rope["factor"])
+    return rope
+
+
+@frozen(kw_only=True)
+class LayerConfig:
+    """A stack of draft layers, in the terms of transformers' configurations.
+
+    Attributes:
+        layer_type: ``llama``, or ``qwen3`` (adds a norm per head to queries and keys).
+        num_layers: draft layers.
+        vocab_size: the *verifier's*: the draft's input embedding covers all of it.
+        max_position_embeddings: the verifier's; a smaller one wrecks acceptance on long contexts.
+        sliding_window: positions that every layer sees (None: all).
+    """
+
+    layer_type: Literal["llama", "qwen3"]
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: Mapping[str, Any]
+    sliding_window: int | None = None
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    extra: Mapping[str, Any] = field(factory=dict)
+
+    @classmethod
+    def from_verifier(
+        cls,
+        verifier: VerifierFacts,
+        *,
+        layer_type: Literal["llama", "qwen3"],
+        num_layers: int,
+        intermediate_size: int | None = None,
+        sliding_window: int | None = None,
+        initializer_range: float = 0.02,
+    ) -> LayerConfig:
+        """Layers of the verifier's shape. An expert's width says nothing about a dense layer: 3 H stands in for it."""
+        usual = 3 * verifier.hidden_size if verifier.is_mixture_of_experts else verifier.intermediate_size
+        return cls(
+            layer_type=layer_type,
+            num_layers=num_layers,
+            hidden_size=verifier.hidden_size,
+            intermediate_size=intermediate_size or usual,
+            num_attention_heads=verifier.num_attention_heads,
+            num_key_value_heads=verifier.num_key_value_heads,
+            head_dim=verifier.head_dim,
+            vocab_size=verifier.vocab_size,
+            rms_norm_eps=verifier.rms_norm_eps,
+            max_position_embeddings=verifier.max_position_embeddings,
+            rope_parameters=inherited_rope(verifier),
+            sliding_window=sliding_window,
+            initializer_range=initializer_range,
+            bos_token_id=verifier.bos_token_id,
+            eos_token_id=verifier.eos_token_ids[0] if verifier.eos_token_ids else None,
+            pad_token_id=verifier.pad_token_id,
+        )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together; need not be the hidden size."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_key_value_heads * self.head_dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """``transformer_layer_config``: every key that vLLM or transformers would else fill with a default."""
+        kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+        return {
+            "model_type": self.layer_type,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "initializer_range": self.initializer_range,
+            "intermediate_size": self.intermediate_size,
+            "layer_types": [kind] * self.num_layers,
+            "max_position_embeddings": self.max_position_embeddings,
+            "mlp_bias": False,
+            "num_attention_heads": self.num_attention_heads,
+            "num_hidden_layers": self.num_layers,
+            "num_key_value_heads": self.num_key_value_heads,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": dict(self.rope_parameters),
+            "sliding_window": self.sliding_window,
+            # transformers' Qwen3 drops the window unless it is switched on as well.
+            "use_sliding_window": self.sliding_window is not None,
+            "max_window_layers": 0,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
+            **self.extra,
+        }
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> LayerConfig:
+        """The inverse of :meth:`to_dict`; also reads configurations that other projects wrote.
+
+        Raises:
+            CheckpointError: a size is missing, or the layer type is one that vLLM has no draft for.
+        """
+        kind = config.get("model_type") or "llama"
+        if kind not in ("llama", "qwen3"):
+            raise CheckpointError(
+                f"the draft's layers are of type {kind!r}",
+                where="transformer_layer_config.model_type",
+                hint="vLLM has drafts of type llama and qwen3",
+            )
+        needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        missing = [key for key in needed if config.get(key) is None]
+        if missing:
+            raise CheckpointError(
+                f"{', '.join(missing)} missing", where="transformer_layer_config", hint="write every size explicitly"
+            )
+        heads = int(config["num_attention_heads"])
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = {
+            "rope_type": rope.get("rope_type") or rope.get("type") or "default",
+            "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            **{key: value for key, value in rope.items() if key not in ("rope_type", "type", "rope_theta")},
+        }
+        types = config.get("layer_types") or ()
+        window = config.get("sliding_window") if "sliding_attention" in types else None
+        return cls(
+            layer_type=kind,
+            num_layers=int(config.get("num_hidden_layers") or 1),
+            hidden_size=int(config["hidden_size"]),
+            intermediate_size=int(config["intermediate_size"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            vocab_size=int(config["vocab_size"]),
+            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+            max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
+            rope_parameters=rope,
+            sliding_window=window,
+            initializer_range=float(config.get("initializer_range") or 0.02),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_id=config.get("eos_token_id"),
+            pad_token_id=config.get("pad_token_id"),
+        )

@@ -1,0 +1,1 @@
+"""EAGLE-3 for draftsmith: plugin.py names everything, the other files implement one question each."""

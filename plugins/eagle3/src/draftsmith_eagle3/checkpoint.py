@@ -1,0 +1,388 @@
+"""The exported format: speculators' ``eagle3`` config.json and tensors, as vLLM 0.32 loads them.
+
+Contract: ``vllm/transformers_utils/configs/speculators`` (which keys are read, and their defaults when missing) and
+``vllm/model_executor/models/{llama,qwen3}_eagle3.py`` (which tensors). vLLM does not check that a checkpoint is
+complete, so everything that it would fill with a default or leave uninitialised is written here, or found by lint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.api import PROJECT_NAME, CaptureRequirements, ServingPlan, VerifierFacts
+from draftsmith.errors import CheckpointError
+from draftsmith.interfaces import CheckpointFormat, ExportContext, Finding, TensorSpec
+from draftsmith.layer_config import LayerConfig
+from draftsmith_eagle3.options import Eagle3Options, default_layer_ids, layer_config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["Eagle3Checkpoint"]
+
+#: The format's version that is written; vLLM does not read it.
+SPECULATORS_VERSION = "0.9.0"
+#: flag → what vLLM takes where the key is missing
+_FLAGS = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+#: What a checkpoint's layers may have otherwise than its verifier.
+_OVERRIDES = (
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+)
+#: Verifiers whose class in vLLM has no ``lm_head`` that a draft could share.
+_WITHOUT_SHARED_HEAD = ("cohere", "gemma2")
+
+
+class Eagle3Checkpoint(CheckpointFormat):
+    """Reads, writes and checks EAGLE-3 drafts. What all speculators formats share is linted by the core."""
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def config(self, context: ExportContext) -> dict[str, Any]:
+        setup = context.setup
+        options: Eagle3Options = setup.options
+        layers = layer_config(options, setup.verifier).to_dict()
+        # vLLM's Llama class takes three tapped layers for granted unless this stands among the layers' keys.
+        layers["num_aux_hidden_states"] = len(setup.capture.layer_ids)
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": SPECULATORS_VERSION,
+            "dtype": "bfloat16",
+            "draft_vocab_size": setup.vocabulary.draft_size,
+            "target_hidden_size": setup.verifier.hidden_size,
+            "norm_before_residual": options.norm_before_residual,
+            "norm_before_fc": options.norm_before_fc,
+            "fc_norm": options.fc_norm,
+            "norm_output": options.norm_output,
+            "eagle_aux_hidden_state_layer_ids": list(setup.capture.layer_ids),
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {
+                        "proposal_type": "greedy",
+                        "speculative_tokens": context.speculative_tokens,
+                        "verifier_accept_k": 1,
+                        "accept_tolerance": 0.0,
+                    }
+                ],
+                "verifier": {
+                    "name_or_path": context.verifier_name,
+                    "architectures": list(setup.verifier.architectures),
+                },
+            },
+            "transformer_layer_config": layers,
+        }
+
+    def tensors(self, model: nn.Module, context: ExportContext) -> dict[str, Tensor]:
+        vocabulary = context.setup.vocabulary
+        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        if not context.include_embedding:
+            del tensors["embed_tokens.weight"]  # vLLM shares the verifier's
+        if vocabulary.is_identity:
+            if _shares_head(context.setup.verifier):
+                del tensors["lm_head.weight"]
+        else:
+            tensors["d2t"], tensors["t2d"] = vocabulary.d2t, vocabulary.t2d
+        return tensors
+
+    def expected_tensors(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        layers = LayerConfig.from_dict(_layers(config))
+        width, target_width, taps = layers.hidden_size, _target_width(config), _num_taps(config)
+        draft_size = _draft_size(config)
+        reduced = draft_size != layers.vocab_size
+        specs = {
+            "fc.weight": TensorSpec(shape=(width, taps * target_width)),
+            "norm.weight": TensorSpec(shape=(width,)),
+            "lm_head.weight": TensorSpec(
+                shape=(draft_size, width),
+                required=reduced,
+                why="with a reduced vocabulary vLLM cannot share the verifier's head, and does not miss it",
+            ),
+            "embed_tokens.weight": TensorSpec(
+                shape=(layers.vocab_size, width), required=False, why="vLLM shares the verifier's"
+            ),
+            "t2d": TensorSpec(shape=(layers.vocab_size,), dtype="BOOL", required=False, why="vLLM skips it"),
+        }
+        if reduced:
+            specs["d2t"] = TensorSpec(
+                shape=(draft_size,), dtype="I64", why="without it vLLM proposes draft ids as if they were target ids"
+            )
+        if _flag(config, "norm_before_fc"):
+            specs["input_norm.weight"] = TensorSpec(shape=(taps * target_width,))
+        if _flag(config, "fc_norm"):
+            specs.update({f"fc_norm.{tap}.weight": TensorSpec(shape=(target_width,)) for tap in range(taps)})
+        for index in range(layers.num_layers):
+            specs.update({f"layers.{index}.{name}": spec for name, spec in _layer_tensors(layers, index == 0)})
+        return specs
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def load(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        import torch
+
+        state = model.state_dict()
+        given = {_canonical(name): tensor for name, tensor in tensors.items()}
+        mapping = {name: given.pop(name) for name in ("d2t", "t2d") if name in given}
+        unknown = sorted(set(given) - set(state))
+        missing = sorted(set(state) - set(given) - {"embed_tokens.weight", "lm_head.weight"})
+        if unknown or missing:
+            raise CheckpointError(
+                "; ".join(
+                    [f"{len(unknown)} unknown tensors, such as {unknown[0]}"] * bool(unknown)
+                    + [f"{len(missing)} missing, such as {missing[0]}"] * bool(missing)
+                ),
+                where="model.safetensors",
+                hint="do configuration and tensors belong together? `draftsmith lint` compares all of them",
+            )
+        draft_size = state["lm_head.weight"].shape[0]
+        if "d2t" in mapping and mapping["d2t"].shape[0] != draft_size:
+            raise CheckpointError(
+                f"d2t maps {mapping['d2t'].shape[0]} draft tokens, the draft has {draft_size}", where="d2t"
+            )
+        with torch.no_grad():
+            for name, tensor in given.items():
+                if tensor.shape != state[name].shape:
+                    raise CheckpointError(
+                        f"{name} has shape {list(tensor.shape)}, the configuration makes it {list(state[name].shape)}",
+                        where="model.safetensors",
+                    )
+                if name in ("embed_tokens.weight", "lm_head.weight"):
+                    _replace_frozen(model, name, tensor)
+                else:
+                    state[name].copy_(tensor)
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        layers = LayerConfig.from_dict(_layers(config))
+        plain = layers.to_dict()
+        ids = _layer_ids(config)
+        return {
+            "ttt_steps": _trained_steps(config) or _speculative_tokens(config) or 1,
+            "num_layers": layers.num_layers,
+            "layer_type": layers.layer_type,
+            "intermediate_size": layers.intermediate_size,
+            **{name: _flag(config, name) for name in _FLAGS},
+            "layer_ids": None if ids is None else tuple(sorted(set(ids))),
+            "window": layers.sliding_window,
+            "layer_overrides": {key: plain[key] for key in _OVERRIDES},
+        }
+
+    def capture(self, config: Mapping[str, Any], verifier: VerifierFacts) -> CaptureRequirements:
+        ids = _layer_ids(config) or default_layer_ids(verifier.num_layers)
+        return CaptureRequirements(layer_ids=tuple(sorted(set(ids))))
+
+    def serving(self, config: Mapping[str, Any]) -> ServingPlan:
+        tokens = _speculative_tokens(config)
+        if tokens is None:
+            raise CheckpointError(
+                "the number of speculative tokens is missing",
+                where="speculators_config.proposal_methods[0].speculative_tokens",
+                hint="vLLM refuses a configuration without it",
+            )
+        return ServingPlan(method="eagle3", num_speculative_tokens=tokens)
+
+    # --- checking -----------------------------------------------------------------------------------------------
+
+    def lint(
+        self, config: Mapping[str, Any], present: Mapping[str, TensorSpec], verifier: VerifierFacts | None
+    ) -> Sequence[Finding]:
+        findings = [
+            *_lint_flags(config),
+            *_lint_layer_ids(config, verifier),
+            *_lint_layers(config),
+        ]
+        if verifier is not None:
+            findings += _lint_against(config, present, verifier)
+        return findings
+
+
+# --- reading a configuration ------------------------------------------------------------------------------------
+
+
+def _layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The layers' configuration; the first EAGLE-3 checkpoints (yuhuili's) have it at the top level."""
+    nested = config.get("transformer_layer_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def _is_speculators(config: Mapping[str, Any]) -> bool:
+    return "speculators_model_type" in config
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    """The flag as vLLM takes it. In checkpoints older than the format all four are off."""
+    default = _FLAGS[name] if _is_speculators(config) else False
+    value = config.get(name)
+    return default if value is None else bool(value)
+
+
+def _layer_ids(config: Mapping[str, Any]) -> list[int] | None:
+    eagle = config.get("eagle_config") or {}
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    return [int(each) for each in ids] if ids else None
+
+
+def _num_taps(config: Mapping[str, Any]) -> int:
+    ids = _layer_ids(config)
+    return len(set(ids)) if ids else int(_layers(config).get("num_aux_hidden_states") or 3)
+
+
+def _target_width(config: Mapping[str, Any]) -> int:
+    return int(config.get("target_hidden_size") or _layers(config)["hidden_size"])
+
+
+def _draft_size(config: Mapping[str, Any]) -> int:
+    return int(config.get("draft_vocab_size") or _layers(config)["vocab_size"])
+
+
+def _speculative_tokens(config: Mapping[str, Any]) -> int | None:
+    try:
+        return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def _trained_steps(config: Mapping[str, Any]) -> int | None:
+    """As the core noted at export; the format itself has no place for it."""
+    own = config.get(PROJECT_NAME)
+    steps = own.get("trained_speculative_tokens") if isinstance(own, Mapping) else None
+    return None if steps is None else int(steps)
+
+
+def _layer_tensors(layers: LayerConfig, is_first: bool) -> Iterator[tuple[str, TensorSpec]]:
+    width, inner = layers.hidden_size, layers.intermediate_size
+    inputs = 2 * width if is_first else width
+    norms = ["input_layernorm", "post_attention_layernorm"] + (["hidden_norm"] if is_first else [])
+    for name in norms:
+        yield f"{name}.weight", TensorSpec(shape=(width,), why="vLLM does not miss it, and drafts nonsense")
+    for name, size in (("q", layers.query_size), ("k", layers.key_value_size), ("v", layers.key_value_size)):
+        yield f"self_attn.{name}_proj.weight", TensorSpec(shape=(size, inputs))
+    yield "self_attn.o_proj.weight", TensorSpec(shape=(width, layers.query_size))
+    if layers.layer_type == "qwen3":
+        for name in ("q_norm", "k_norm"):
+            yield f"self_attn.{name}.weight", TensorSpec(shape=(layers.head_dim,))
+    yield "mlp.gate_proj.weight", TensorSpec(shape=(inner, width))
+    yield "mlp.up_proj.weight", TensorSpec(shape=(inner, width))
+    yield "mlp.down_proj.weight", TensorSpec(shape=(width, inner))
+
+
+def _canonical(name: str) -> str:
+    """``midlayer.`` is the first layer's name in the first EAGLE-3 checkpoints; a ``model.`` prefix is dropped."""
+    name = name.removeprefix("model.")
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def _shares_head(verifier: VerifierFacts) -> bool:
+    return not verifier.model_type.startswith(_WITHOUT_SHARED_HEAD)
+
+
+def _replace_frozen(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """A checkpoint's own embedding or head stands in for the verifier's, unless it is the same rounded to bf16."""
+    import torch
+
+    module = model.get_submodule(name.rpartition(".")[0])
+    current = module.get_parameter("weight")
+    same = tensor.to(current.device)
+    if torch.equal(current.to(same.dtype), same):
+        return
+    module.weight = torch.nn.Parameter(same.float(), requires_grad=False)
+
+
+# --- lint -------------------------------------------------------------------------------------------------------
+
+
+def _error(what: str, where: str, hint: str = "") -> Finding:
+    return Finding(severity="error", what=what, where=where, hint=hint)
+
+
+def _warning(what: str, where: str, hint: str = "") -> Finding:
+    return Finding(severity="warning", what=what, where=where, hint=hint)
+
+
+def _lint_flags(config: Mapping[str, Any]) -> Iterator[Finding]:
+    for name, default in _FLAGS.items():
+        if config.get(name) is None:
+            yield _warning(
+                f"{name} is not written; vLLM takes {default}",
+                name,
+                "write every flag: writers' defaults and vLLM's differ",
+            )
+    if _flag(config, "norm_before_fc") and _flag(config, "fc_norm"):
+        yield _error("norm_before_fc and fc_norm exclude each other; vLLM would apply both", "fc_norm")
+
+
+def _lint_layer_ids(config: Mapping[str, Any], verifier: VerifierFacts | None) -> Iterator[Finding]:
+    where = "eagle_aux_hidden_state_layer_ids"
+    ids = _layer_ids(config)
+    taps = _layers(config).get("num_aux_hidden_states")
+    if ids is None:
+        yield _warning("the tapped layers are not written; vLLM takes [2, n//2, n-3]", where, "write them")
+        return
+    if ids != sorted(set(ids)):
+        yield _error(
+            f"{ids} is not ascending and distinct: vLLM sorts the ids, so the features reach fc permuted",
+            where,
+            f"write {sorted(set(ids))} and permute fc's columns to match",
+        )
+    if verifier is not None and (min(ids) < 0 or max(ids) > verifier.num_layers):
+        yield _error(f"{ids} reaches outside the verifier's {verifier.num_layers} layers", where)
+    count = len(set(ids))
+    inside = "transformer_layer_config.num_aux_hidden_states"
+    if taps is None and count != 3 and _layers(config).get("model_type", "llama") == "llama":
+        yield _error(f"vLLM's Llama draft assumes 3 tapped layers, there are {count}", inside, f"set it to {count}")
+    if taps is not None and int(taps) != count:
+        yield _error(f"it says {taps} tapped layers, the list has {count}", inside, f"set it to {count}")
+
+
+def _lint_layers(config: Mapping[str, Any]) -> Iterator[Finding]:
+    where = "transformer_layer_config"
+    layers = _layers(config)
+    if layers.get("hidden_act", "silu") != "silu":
+        yield _error(f"vLLM's draft layers know silu, not {layers['hidden_act']!r}", f"{where}.hidden_act")
+    if layers.get("head_dim") is None:
+        yield _warning(
+            "head_dim is not written; vLLM derives it from hidden_size and heads", f"{where}.head_dim", "write it"
+        )
+    for key in ("attention_bias", "mlp_bias", "bias", "qkv_bias"):
+        if layers.get(key):
+            yield _error(f"{key} asks vLLM for biases that this format does not train", f"{where}.{key}", "set false")
+    types = layers.get("layer_types")
+    if types:
+        count = int(layers.get("num_hidden_layers") or 1)
+        if len(types) != count:
+            yield _error(f"{len(types)} layer types for {count} layers", f"{where}.layer_types")
+        if "sliding_attention" in types and not layers.get("sliding_window"):
+            yield _error("sliding layers without a window", f"{where}.sliding_window")
+    elif layers.get("sliding_window") and layers.get("use_sliding_window"):
+        yield _warning("a window without layer_types is ignored by vLLM", f"{where}.layer_types")
+
+
+def _lint_against(
+    config: Mapping[str, Any], present: Mapping[str, TensorSpec], verifier: VerifierFacts
+) -> Iterator[Finding]:
+    layers = _layers(config)
+    where = "transformer_layer_config"
+    if "embed_tokens.weight" not in present and layers.get("hidden_size") != verifier.hidden_size:
+        yield _error("the verifier's embedding has another width, so it cannot be shared", "embed_tokens.weight")
+    full = config.get("draft_vocab_size") in (None, layers.get("vocab_size"))
+    if full and "lm_head.weight" not in present and not _shares_head(verifier):
+        yield _error(
+            f"vLLM has no head to share for a verifier of type {verifier.model_type!r}",
+            "lm_head.weight",
+            "write it into the checkpoint",
+        )
+    length = layers.get("max_position_embeddings")
+    if length is not None and length < verifier.max_position_embeddings:
+        yield _warning(
+            f"the draft's longest position is {length}, the verifier's {verifier.max_position_embeddings}",
+            f"{where}.max_position_embeddings",
+            "write the verifier's: a smaller one wrecks acceptance on long contexts",
+        )

@@ -1,0 +1,68 @@
+"""Who sees whom in training-time test, and the attention that follows from it.
+
+A query of row t at step k stands for the k-th drafted token after row t. In vLLM's cache it finds the verified rows
+up to t and the rows of its own chain: step-0 keys j <= t, and the keys of row t at steps 1 … k. That is the core's
+``chained`` rule, for which it has a memory-linear form; any other rule is attended densely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftsmith.attention import chained_attention, masked_attention
+from draftsmith.errors import ConfigError, Problem
+from draftsmith.interfaces import MaskRule
+from draftsmith.masks.forms import concatenate_slots, document_slots, step_slots
+from draftsmith.masks.rules import Chained
+
+__all__ = ["Attend", "chain_attention"]
+
+#: (query [R, h, d] of step k, step-0 key, step-0 value [R, g, d], (key, value) of steps 1 … k, document lengths)
+Attend = Callable[[Tensor, Tensor, Tensor, Sequence[tuple[Tensor, Tensor]], Sequence[int]], Tensor]
+
+
+def chain_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "flex"]) -> Attend:
+    """The attention of *rule* in the wanted form; ``auto`` is the memory-linear one where the rule has it.
+
+    Raises:
+        ConfigError: a form that only the built-in rule has, with another rule.
+    """
+    if type(rule) is Chained:
+        chosen: Literal["linear", "dense", "flex"] = "linear" if form == "auto" else form
+
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, chain: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]
+        ) -> Tensor:
+            return chained_attention(
+                query, key, value, chain, document_lengths=lengths, window=rule.window, form=chosen
+            )
+
+        return attend
+    if form in ("linear", "flex"):
+        raise ConfigError(
+            [
+                Problem(
+                    f"the mask {type(rule).__name__} has no {form} form here",
+                    where="train.attention",
+                    hint="use attention: dense (or auto), or the mask `chained`",
+                )
+            ]
+        )
+    return _dense(rule)
+
+
+def _dense(rule: MaskRule) -> Attend:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, chain: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]
+    ) -> Tensor:
+        rows = document_slots(lengths, query.shape[0], query.device)
+        steps = [step_slots(rows, step) for step in range(len(chain) + 1)]
+        keys = torch.cat([key, *(each for each, _ in chain)])
+        values = torch.cat([value, *(each for _, each in chain)])
+        return masked_attention(query, keys, values, rule, steps[-1], concatenate_slots(steps))
+
+    return attend

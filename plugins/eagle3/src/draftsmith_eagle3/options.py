@@ -1,0 +1,184 @@
+"""Options of EAGLE-3, what they ask of the capture, and what is wrong with them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, in_, le, optional
+
+from draftsmith.api import CaptureRequirements, Problem, VerifierFacts
+from draftsmith.errors import CheckpointError
+from draftsmith.layer_config import LayerConfig
+
+__all__ = ["Eagle3Options", "check", "default_layer_ids", "layer_config", "max_speculative_tokens", "requirements"]
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@frozen(kw_only=True)
+class Eagle3Options:
+    """Defaults are those of "EAGLE-3.1" drafts: every optional norm but ``fc_norm``, one llama layer.
+
+    Sources: EAGLE-3 (arXiv 2503.01840) for training-time test and the decay of 0.8 a step; the network's flags are
+    those of vLLM's ``llama_eagle3.py``.
+    """
+
+    ttt_steps: int = field(
+        default=3,
+        validator=ge(1),
+        metadata=_help("steps of training-time test: tokens the draft is trained to continue; written as served K"),
+    )
+    step_decay: float = field(
+        default=0.8, validator=and_(gt(0), le(1)), metadata=_help("weight of step k in the loss is step_decay ** k")
+    )
+    num_layers: int = field(default=1, validator=ge(1), metadata=_help("decoder layers of the draft"))
+    layer_type: Literal["llama", "qwen3"] = field(
+        default="llama",
+        validator=in_(("llama", "qwen3")),
+        metadata=_help("qwen3 adds a norm per head to queries and keys: steadier at high learning rates"),
+    )
+    intermediate_size: int | None = field(
+        default=None,
+        validator=optional(ge(1)),
+        metadata=_help("width of the feed-forward; null: the verifier's (3 × hidden for mixtures of experts)"),
+    )
+    norm_before_residual: bool = field(
+        default=True, metadata=_help("the first layer's residual is the normed hidden state")
+    )
+    norm_before_fc: bool = field(default=True, metadata=_help("one norm over all tapped features before fc"))
+    fc_norm: bool = field(default=False, metadata=_help("one norm per tapped layer before fc; not both"))
+    norm_output: bool = field(default=True, metadata=_help("feed the final-normed hidden state back, not the raw one"))
+    layer_ids: tuple[int, ...] | None = field(
+        default=None, metadata=_help("tapped layers (vLLM's ids, ascending); null: 2, n//2 and n-3 of n layers")
+    )
+    window: int | None = field(
+        default=None,
+        validator=optional(ge(1)),
+        metadata=_help("sliding window: positions that the draft's layers see, the query's own included; null: all"),
+    )
+    initializer_range: float = field(
+        default=0.02, validator=gt(0), metadata=_help("standard deviation of the initial weights")
+    )
+    layer_overrides: dict[str, Any] | None = field(
+        default=None,
+        metadata=_help(
+            "keys of transformer_layer_config that replace the verifier's, such as {num_key_value_heads: 4}"
+        ),
+    )
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """[2, n//2, n-3] as in vLLM and the paper; on very small models whatever of them is distinct and in range."""
+    wanted = (2, num_layers // 2, num_layers - 3)
+    return tuple(sorted({min(max(layer, 0), num_layers - 1) for layer in wanted}))
+
+
+def requirements(options: Eagle3Options, verifier: VerifierFacts) -> CaptureRequirements:
+    """The taps, and the last hidden state for the teacher."""
+    ids = options.layer_ids
+    if ids is None:
+        ids = default_layer_ids(verifier.num_layers)
+    return CaptureRequirements(layer_ids=tuple(ids), last_hidden=True)
+
+
+def max_speculative_tokens(options: Eagle3Options) -> int:
+    """Serving more tokens than were trained extrapolates, and degrades."""
+    return options.ttt_steps
+
+
+def check(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
+    """All that cannot work with this verifier, found before torch is imported."""
+    problems = list(_check_layer_ids(options, verifier))
+    if options.norm_before_fc and options.fc_norm:
+        problems.append(
+            Problem(
+                "norm_before_fc and fc_norm exclude each other",
+                where="algorithm.options",
+                hint="set norm_before_fc: false to use one norm per tapped layer",
+            )
+        )
+    problems += _check_overrides(options, verifier)
+    return problems
+
+
+def layer_config(options: Eagle3Options, verifier: VerifierFacts) -> LayerConfig:
+    """The draft's layers: the verifier's shape, then what the options say.
+
+    Raises:
+        CheckpointError: an override is not a size, or names a layer type without a draft in vLLM.
+    """
+    derived = LayerConfig.from_verifier(
+        verifier,
+        layer_type=options.layer_type,
+        num_layers=options.num_layers,
+        intermediate_size=options.intermediate_size,
+        sliding_window=options.window,
+        initializer_range=options.initializer_range,
+    )
+    if not options.layer_overrides:
+        return derived
+    return LayerConfig.from_dict({**derived.to_dict(), **options.layer_overrides})
+
+
+def _check_overrides(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
+    where = "algorithm.options.layer_overrides"
+    own = {"model_type": "layer_type", "num_hidden_layers": "num_layers", "sliding_window": "window"}
+    problems = [
+        Problem(f"{key} has an option of its own", where=where, hint=f"set {own[key]}")
+        for key in options.layer_overrides or ()
+        if key in own
+    ]
+    try:
+        config = layer_config(options, verifier)
+    except CheckpointError as error:
+        return [*problems, *(Problem(each.what, where=where, hint=each.hint) for each in error.problems)]
+    if config.hidden_size != verifier.hidden_size or config.vocab_size != verifier.vocab_size:
+        problems.append(
+            Problem(
+                "the draft's width and vocabulary must be the verifier's: it uses its embedding and head", where=where
+            )
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        problems.append(
+            Problem(
+                f"{config.num_attention_heads} query heads do not divide among {config.num_key_value_heads} key heads",
+                where=where if options.layer_overrides else "verifier",
+                hint="set num_attention_heads and num_key_value_heads so that they do",
+            )
+        )
+    if config.head_dim % 2:
+        problems.append(Problem(f"a head dimension of {config.head_dim} cannot be rotated: it is odd", where=where))
+    return problems
+
+
+def _check_layer_ids(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
+    ids = options.layer_ids
+    if ids is None:
+        return ()
+    where = "algorithm.options.layer_ids"
+    if not ids:
+        return [Problem("no layer is tapped", where=where, hint="name at least one, or null")]
+    if list(ids) != sorted(set(ids)):
+        ordered = sorted(set(ids))
+        return [
+            Problem(
+                f"{list(ids)} is not ascending and distinct: vLLM sorts the ids, and so would permute the features",
+                where=where,
+                hint=f"write {ordered}",
+            )
+        ]
+    outside = [layer for layer in ids if not 0 <= layer < verifier.num_layers]
+    if outside:
+        return [
+            Problem(
+                f"{outside} is outside 0 … {verifier.num_layers - 1}",
+                where=where,
+                hint=f"id i is the stream after i of the verifier's {verifier.num_layers} layers; "
+                "the last one is the teacher's",
+            )
+        ]
+    return ()
