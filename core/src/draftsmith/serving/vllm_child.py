@@ -127,7 +127,7 @@ def _progress(ticks: Path, name: str, already: int) -> Callable[..., Any]:
     """A progress bar for vLLM that writes the number of finished prompts to a file instead of drawing."""
     import os
 
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
     class ToFile(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
         def __init__(self, *arguments: Any, **keywords: Any) -> None:

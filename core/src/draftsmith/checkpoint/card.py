@@ -1,0 +1,143 @@
+"""The model card (README.md) of an exported checkpoint: what it is, of what it was made, how to serve it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftsmith import __version__
+from draftsmith.api import PROJECT_NAME, ServingPlan
+from draftsmith.errors import OutputError
+
+if TYPE_CHECKING:
+    from draftsmith.config.resolve import ResolvedRun
+
+__all__ = ["CARD", "add_measurement", "model_card", "serving_commands", "write_text_atomically"]
+
+CARD = "README.md"
+_BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write *text* so that a reader, or a kill at any moment, sees the old file or the new one.
+
+    Raises:
+        OutputError: the folder cannot be written to.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(f"cannot write: {error.strerror}", where=str(path)) from error
+
+
+def serving_commands(plan: ServingPlan, verifier: str, checkpoint: str) -> list[str]:
+    """The commands that serve the checkpoint: as the model itself where that works, and beside its verifier."""
+    speculative = {
+        "method": plan.method,
+        "model": checkpoint,
+        "num_speculative_tokens": plan.num_speculative_tokens,
+        **plan.extra,
+    }
+    beside = f"vllm serve {verifier} --speculative-config '{json.dumps(speculative)}'"
+    return [f"vllm serve {checkpoint}", beside] if plan.as_model else [beside]
+
+
+def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """README.md of the run's checkpoint.
+
+    Args:
+        verifier: name or path as written into the checkpoint.
+        summaries: stage → its recorded figures, for those of the stages before the export.
+    """
+    recipe = run.resolved_recipe()
+    options = recipe["algorithm"]["options"]
+    lines = [
+        "---",
+        f"base_model: {json.dumps(verifier)}",
+        "library_name: vllm",
+        "tags: [speculative-decoding, draft-model]",
+        "---",
+        "",
+        f"# A {run.algorithm.name} draft for {run.verifier.path.name}",
+        "",
+        f"{run.algorithm.summary}. It proposes {plan.num_speculative_tokens} tokens a round, which the verifier "
+        "checks: what is served is the verifier's output, sooner.",
+        "",
+        f"Made by {PROJECT_NAME} {__version__}.",
+        "",
+        "## Serve",
+        "",
+        "```",
+        *serving_commands(plan, verifier, "."),
+        "```",
+        "",
+        "`.` is this folder." + (" The model runner V2 of vLLM is needed." if plan.needs_v2_runner else ""),
+        "",
+        _BEGIN,
+        _END,
+        "",
+        "## Verifier",
+        "",
+        f"* {verifier} ({', '.join(run.verifier.architectures)}), fingerprint {run.verifier.fingerprint}",
+        f"* hidden states of layers {', '.join(map(str, run.requirements.layer_ids))} of {run.verifier.num_layers}",
+        "",
+        "## Data",
+        "",
+        *[f"* {source}" for source in run.recipe.data.sources],
+        f"* answers: {recipe['data']['responses']}; template arguments: "
+        f"{json.dumps(recipe['data']['template_arguments'])}",
+        *_figures(summaries.get("prepare", {})),
+        "",
+        "## Training",
+        "",
+        f"* loss {run.loss.name} {json.dumps(recipe['loss']['options']) if run.loss_options else ''}".rstrip(),
+        *[f"* {key}: {_shown(value)}" for key, value in options.items()],
+        *[
+            f"* {key}: {_shown(recipe['train'][key])}"
+            for key in ("epochs", "tokens_per_row", "rows_per_step", "optimizer", "learning_rate", "schedule", "seed")
+        ],
+        "",
+        "Validation, teacher-forced (so a few percent above what is served):",
+        "",
+        *_figures(summaries.get("train", {})),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _figures(summary: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in summary.items():
+        if isinstance(value, Mapping):
+            yield from _figures(value, f"{prefix}{key} ")
+        elif isinstance(value, str | int | float) and not isinstance(value, bool):
+            yield f"* {prefix}{key}: {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def add_measurement(folder: Path, text: str) -> None:
+    """Put what was measured while serving into the card in *folder*, in place of an earlier measurement.
+
+    A card without the place for it (somebody wrote their own) is left alone.
+    """
+    path = folder / CARD
+    try:
+        card = path.read_text(encoding="utf-8")
+    except OSError:
+        return
+    before, begin, rest = card.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if begin and end:
+        write_text_atomically(path, f"{before}{_BEGIN}\n{text.strip()}\n{_END}{after}")

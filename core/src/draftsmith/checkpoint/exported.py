@@ -1,0 +1,363 @@
+"""Exported checkpoints (config.json + safetensors): their files, their schema, and the draft in them.
+
+Reading the config and the tensors' headers needs no torch; :func:`load_draft` does.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import frozen
+
+from draftsmith import api
+from draftsmith.errors import CheckpointError, UnknownNameError, VerifierError
+from draftsmith.interfaces import CheckpointFormat, TensorSpec
+from draftsmith.plugins import load_reference
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, VocabularyMap
+    from draftsmith.plugins import PluginRegistry
+
+__all__ = [
+    "CONFIG",
+    "OWN_KEY",
+    "WEIGHTS",
+    "StoredTensor",
+    "algorithm_for",
+    "load_draft",
+    "open_format",
+    "read_config",
+    "read_header",
+    "read_tensor",
+    "schema_for",
+    "verifier_of",
+    "vocabulary_of",
+]
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+#: Top-level key of config.json for what vLLM does not ask for: how the draft was trained. vLLM ignores it.
+OWN_KEY = api.PROJECT_NAME
+
+_INTEGER_FORMATS = {"I64": "q", "I32": "i", "U8": "B", "BOOL": "?"}
+
+
+@frozen
+class StoredTensor:
+    """Where a tensor lies: its file, and its bytes [begin, end) there."""
+
+    spec: TensorSpec
+    file: Path
+    begin: int
+    end: int
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of an exported checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, or no JSON object.
+    """
+    path = folder / CONFIG
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "is this the folder of an exported checkpoint?" if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(f"there is no {CONFIG}", where=str(folder), hint=hint) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(path), hint="export again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError("is not a JSON object", where=str(path), hint="export again")
+    return value
+
+
+def read_header(folder: Path) -> dict[str, StoredTensor]:
+    """Name → place, shape and dtype of every tensor, from the safetensors headers alone.
+
+    Raises:
+        CheckpointError: no weights, or a file that is cut or damaged.
+    """
+    index = folder / f"{WEIGHTS}.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"the index cannot be read: {error}", where=str(index)) from error
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"there is no {WEIGHTS}", where=str(folder), hint="export again")
+    return {name: tensor for file in files for name, tensor in _read_file_header(file).items()}
+
+
+def _read_file_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size - 8:
+                raise ValueError("the header is cut")
+            entries = json.loads(file.read(length))
+        tensors = {
+            name: StoredTensor(
+                TensorSpec(shape=tuple(entry["shape"]), dtype=entry["dtype"]),
+                path,
+                8 + length + entry["data_offsets"][0],
+                8 + length + entry["data_offsets"][1],
+            )
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+        if max((tensor.end for tensor in tensors.values()), default=8 + length) != size:
+            raise ValueError("the file is cut, or has bytes that belong to no tensor")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        raise CheckpointError(
+            f"the weights are cut or damaged: {error}", where=str(path), hint="export again, or copy them again"
+        ) from error
+    return tensors
+
+
+def read_tensor(tensor: StoredTensor) -> list[int]:
+    """The values of a small one-dimensional tensor of integers or booleans, without torch.
+
+    Raises:
+        CheckpointError: another dtype.
+    """
+    code = _INTEGER_FORMATS.get(tensor.spec.dtype or "")
+    if code is None:
+        raise CheckpointError(f"no integer tensor: {tensor.spec.dtype}", where=str(tensor.file))
+    with open(tensor.file, "rb") as file:
+        file.seek(tensor.begin)
+        data = file.read(tensor.end - tensor.begin)
+    return [int(value) for (value,) in struct.iter_unpack(f"<{code}", data)]
+
+
+def schema_for(config: Mapping[str, Any], registry: PluginRegistry, where: str | None = None) -> api.CheckpointSchema:
+    """The schema that reads this config.
+
+    Raises:
+        UnknownNameError: no installed plugin reads its ``speculators_model_type``; says which distribution may.
+        CheckpointError: the key is missing.
+    """
+    kind = config.get("speculators_model_type")
+    if not isinstance(kind, str) or not kind:
+        raise CheckpointError(
+            "speculators_model_type is missing: nobody can tell which kind of draft this is",
+            where=where,
+            hint="a checkpoint of another format must be converted first",
+        )
+    for schema in registry.schemas:
+        if kind in schema.speculators_types:
+            return registry.schemas.get(schema.name)
+    known = [each for schema in registry.schemas for each in schema.speculators_types]
+    raise UnknownNameError(
+        "speculators_model_type",
+        kind,
+        known,
+        where=where,
+        hint=f"the plugin that reads it may be missing: pip install {api.PROJECT_NAME}-{kind.replace('_', '-')}",
+    )
+
+
+def open_format(schema: api.CheckpointSchema) -> CheckpointFormat:
+    """The implementation of a schema."""
+    implementation = load_reference(schema.implementation, expected=CheckpointFormat)
+    opened: CheckpointFormat = implementation()
+    return opened
+
+
+def algorithm_for(
+    config: Mapping[str, Any], schema: api.CheckpointSchema, registry: PluginRegistry, where: str | None = None
+) -> api.Algorithm:
+    """The algorithm that made the checkpoint, or else one that exports to its schema.
+
+    Raises:
+        UnknownNameError: none does.
+    """
+    fitting = [each for each in registry.algorithms if each.schema == schema.name]
+    for name in (_own(config).get("algorithm"), config.get("speculators_model_type")):
+        if isinstance(name, str) and name in registry.algorithms:
+            return registry.algorithms.get(name)
+    if fitting:
+        return fitting[0]
+    raise UnknownNameError(
+        "algorithm", str(config.get("speculators_model_type")), registry.algorithms.names(), where=where
+    )
+
+
+def _own(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    own = config.get(OWN_KEY)
+    return own if isinstance(own, Mapping) else {}
+
+
+def verifier_of(config: Mapping[str, Any], where: str | None = None) -> str:
+    """Name or path of the verifier that the checkpoint was made for.
+
+    Raises:
+        CheckpointError: the config does not say.
+    """
+    try:
+        name = config["speculators_config"]["verifier"]["name_or_path"]
+    except (KeyError, TypeError):
+        name = None
+    if not isinstance(name, str) or not name:
+        raise CheckpointError("speculators_config.verifier.name_or_path is missing", where=where, hint="export again")
+    return name
+
+
+def vocabulary_of(tensors: Mapping[str, Tensor], target_size: int) -> VocabularyMap:
+    """The draft vocabulary of a checkpoint: its ``d2t``, or the identity."""
+    import torch
+
+    from draftsmith.interfaces import VocabularyMap
+
+    d2t = tensors.get("d2t")
+    if d2t is None:
+        return VocabularyMap(
+            d2t=torch.zeros(target_size, dtype=torch.int64), t2d=torch.ones(target_size, dtype=torch.bool)
+        )
+    kept = d2t.long() + torch.arange(d2t.shape[0])
+    t2d = torch.zeros(target_size, dtype=torch.bool)
+    t2d[kept] = True
+    return VocabularyMap(d2t=d2t.long(), t2d=t2d)
+
+
+def load_draft(
+    folder: Path,
+    registry: PluginRegistry,
+    *,
+    verifier: Path | None = None,
+    device: torch.device | str = "cpu",
+    compute_dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[DraftAlgorithm, nn.Module, dict[str, Any]]:
+    """Rebuild the draft from config.json, the exported tensors and the verifier alone, as vLLM does.
+
+    Args:
+        folder: of the exported checkpoint.
+        verifier: folder of the verifier; None takes the one named in the config.
+        compute_dtype: of matrix products; None is float32.
+
+    Returns:
+        The algorithm (with its setup), the draft in evaluation mode on *device*, and the config.
+
+    Raises:
+        CheckpointError, UnknownNameError, VerifierError: what cannot be read, and where.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config = read_config(folder)
+    where = str(folder / CONFIG)
+    schema = schema_for(config, registry, where)
+    algorithm = algorithm_for(config, schema, registry, where)
+    format_ = open_format(schema)
+    files = sorted({tensor.file for tensor in read_header(folder).values()})
+    try:
+        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the weights cannot be read: {error}", where=str(folder)) from error
+    setup = _setup(
+        config, where, algorithm, format_, tensors, registry, verifier, device, compute_dtype, trust_remote_code
+    )
+    from draftsmith.interfaces import DraftAlgorithm
+
+    built: DraftAlgorithm = load_reference(algorithm.implementation, expected=DraftAlgorithm)(setup)
+    model = built.build_model()
+    try:
+        format_.load(model, tensors, config)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the tensors do not fit the config: {error}",
+            where=str(folder),
+            hint=f"see `{api.PROJECT_NAME} lint {folder}`",
+        ) from error
+    return built, model.to(device).eval(), config
+
+
+def _setup(
+    config: Mapping[str, Any],
+    where: str,
+    algorithm: api.Algorithm,
+    format_: CheckpointFormat,
+    tensors: Mapping[str, Tensor],
+    registry: PluginRegistry,
+    verifier: Path | None,
+    device: torch.device | str,
+    compute_dtype: torch.dtype | None,
+    trust_remote_code: bool,
+) -> AlgorithmSetup:
+    import torch
+
+    from draftsmith.interfaces import AlgorithmSetup, DraftArchitecture, MaskRule
+    from draftsmith.verifier import read_verifier
+    from draftsmith.verifier_weights import load_verifier_weights
+
+    facts = read_verifier(verifier or verifier_of(config, where))
+    options = _options(config, where, algorithm, format_)
+    weights = load_verifier_weights(facts, trust_remote_code=trust_remote_code)
+    mask = registry.masks.get(_facet(config, "mask", algorithm.mask, registry.masks.names()), where)
+    architecture = registry.architectures.get(
+        _facet(config, "architecture", algorithm.architecture, registry.architectures.names()), where
+    )
+    try:
+        vocabulary = vocabulary_of(tensors, facts.vocab_size)
+    except IndexError as error:
+        raise CheckpointError("d2t leads outside the verifier's vocabulary", where=where) from error
+    return AlgorithmSetup(
+        options=options,
+        verifier=facts,
+        weights=attrs.evolve(
+            weights,
+            embed_tokens=weights.embed_tokens.to(device),
+            lm_head=weights.lm_head.to(device),
+            final_norm=weights.final_norm.to(device),
+        ),
+        vocabulary=attrs.evolve(vocabulary, d2t=vocabulary.d2t.to(device), t2d=vocabulary.t2d.to(device)),
+        capture=format_.capture(config, facts),
+        mask=load_reference(mask.implementation, expected=MaskRule)(window=getattr(options, "window", None)),
+        architecture=load_reference(architecture.implementation, expected=DraftArchitecture),
+        attention="auto",
+        compute_dtype=compute_dtype or torch.float32,
+    )
+
+
+def _facet(config: Mapping[str, Any], key: str, default: str, known: list[str]) -> str:
+    name = _own(config).get(key)
+    return name if isinstance(name, str) and name in known else default
+
+
+def _options(config: Mapping[str, Any], where: str, algorithm: api.Algorithm, format_: CheckpointFormat) -> Any:
+    """The algorithm's options: what the format reads from the config decides; the rest is as noted at export."""
+    from draftsmith.config.structure import INVALID, Structurer
+
+    known = {each.name for each in attrs.fields(algorithm.options)}
+    noted = _own(config).get("options")
+    values = {key: value for key, value in (noted if isinstance(noted, Mapping) else {}).items() if key in known}
+    structurer = Structurer()
+    options = structurer.build(algorithm.options, {**values, **format_.options(config)})
+    if options is INVALID or structurer.problems:
+        raise CheckpointError(
+            f"the config implies options that {algorithm.name} does not have: "
+            + "; ".join(str(problem) for problem in structurer.problems),
+            where=where,
+        )
+    return options
+
+
+def read_facts(config: Mapping[str, Any]) -> api.VerifierFacts | None:
+    """Facts of the verifier named in the config, or None where it is not on this machine."""
+    from draftsmith.verifier import read_verifier
+
+    try:
+        return read_verifier(verifier_of(config))
+    except (VerifierError, CheckpointError):
+        return None

