@@ -22,9 +22,11 @@ from attrs import field, frozen
 from draftsmith import __version__
 from draftsmith.errors import FingerprintMismatch, OutputError
 
-__all__ = ["RunFolders", "Stage", "StageRecord", "differences", "digest", "write_json_atomically"]
+__all__ = ["STAGES", "RunFolders", "Stage", "StageRecord", "differences", "digest", "write_json_atomically"]
 
 FILE = "stage.json"
+#: All stages, in order. :mod:`draftsmith.pipeline` knows the function of each.
+STAGES = ("prepare", "capture", "train", "export", "verify")
 
 
 def digest(value: Any) -> str:

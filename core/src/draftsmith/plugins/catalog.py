@@ -78,6 +78,10 @@ class Catalog(Generic[T]):
         """What this provider registered here, in order of name."""
         return [self._items[name] for name in self.names() if provider in self._providers[name]]
 
+    def uncontested(self) -> list[T]:
+        """The items whose name only one provider claims, in order of name."""
+        return [item for item in self if len(self._providers[item.name]) == 1]
+
     def __contains__(self, name: object) -> bool:
         return name in self._items
 

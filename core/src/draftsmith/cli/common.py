@@ -1,0 +1,159 @@
+"""What the commands have in common: options, loading a run, notes on plugins that were set aside."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from draftsmith.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from draftsmith.api import Command
+    from draftsmith.config.resolve import ResolvedRun
+    from draftsmith.plugins import PluginRegistry
+
+__all__ = [
+    "Parser",
+    "Raw",
+    "add_plugin_options",
+    "add_run_options",
+    "disabled",
+    "load_run",
+    "note",
+    "open_registry",
+    "plugin_commands",
+    "run_plugin_command",
+    "run_stage",
+]
+
+#: Names given to ``--no-plugin`` before the command.
+disabled: list[str] = []
+
+
+class Raw(argparse.RawDescriptionHelpFormatter):
+    """Descriptions and lists of commands are laid out already."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=100)
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong arguments are errors like all others: what, where, what to do."""
+
+    def __init__(self, *, prog: str, **settings: object) -> None:
+        super().__init__(prog=prog, allow_abbrev=False, **settings)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        hint = f"see `{self.prog} --help`"
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            wrong = message.removeprefix(prefix).split()[0].partition("=")[0]
+            near = did_you_mean(wrong, self._option_string_actions)
+            hint = f"{near} {hint}" if near else hint
+        raise UserError(message, where=self.prog, hint=hint)
+
+
+def add_plugin_options(parser: argparse.ArgumentParser) -> None:
+    """``--no-plugin`` and ``--debug``, which stand before or after the command."""
+    parser.add_argument(
+        "--no-plugin", metavar="NAME", action="append", default=[], help="do not load this plugin (repeatable)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that takes a recipe has."""
+    parser.add_argument("recipe", metavar="RECIPE", type=Path, help="YAML file that describes the run")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override a value, such as train.epochs=5 (repeatable)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="make stages anew whose stored output was made from other inputs"
+    )
+    parser.add_argument("--explain", action="store_true", help="print every value and where it came from, and stop")
+    add_plugin_options(parser)
+
+
+def open_registry(
+    no_plugin: Iterable[str] = (), *, only: Sequence[str] | None = None, raise_conflicts: bool = True
+) -> PluginRegistry:
+    """Load the plugins, less those switched off on the command line."""
+    from draftsmith.plugins import load_plugins
+
+    return load_plugins(disabled=[*disabled, *no_plugin], only=only, raise_conflicts=raise_conflicts)
+
+
+def note(text: str) -> None:
+    """A remark on stderr."""
+    print(f"note: {text}", file=sys.stderr)
+
+
+def load_run(recipe: Path, overrides: Sequence[str] = (), no_plugin: Iterable[str] = ()) -> ResolvedRun:
+    """Recipe, plugins and verifier, resolved and checked.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    from draftsmith.config.load import load_recipe
+    from draftsmith.config.resolve import resolve
+    from draftsmith.errors import ConfigError, DraftsmithError
+
+    loaded = load_recipe(recipe, overrides, strict=False)
+    try:
+        registry = open_registry(no_plugin, only=loaded.recipe.plugins)
+    except DraftsmithError as error:
+        if not loaded.problems:
+            raise
+        raise ConfigError([*loaded.problems, *error.problems]) from error
+    run = resolve(loaded, registry)
+    for broken in registry.quarantined:
+        note(f"plugin {broken.name!r} of {broken.provider} is set aside: {broken.reason}")
+    return run
+
+
+def run_stage(stage: str, arguments: argparse.Namespace) -> None:
+    """The body of the commands that run one stage."""
+    run_stages([stage], arguments)
+
+
+def run_stages(stages: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Resolve, then explain or run."""
+    run = load_run(arguments.recipe, arguments.overrides, arguments.no_plugin)
+    if arguments.explain:
+        from draftsmith.cli.explain import print_explanation
+
+        print_explanation(run)
+        return
+    from rich.console import Console
+
+    from draftsmith.pipeline import run_all
+
+    run_all(run, Console(), overwrite=arguments.overwrite, stages=stages)
+
+
+@functools.cache
+def plugin_commands() -> tuple[Command, ...]:
+    """Commands that plugins add. Asked for by the help, and for a name that the core does not have."""
+    registry = open_registry(raise_conflicts=False)
+    return tuple(registry.commands.uncontested())
+
+
+def run_plugin_command(item: Command, arguments: Sequence[str]) -> None:
+    """Wrap a plugin's function with typer, and call it."""
+    import typer
+
+    from draftsmith.plugins import load_reference
+
+    function = load_reference(item.implementation)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(item.name, help=function.__doc__ or item.summary)(function)
+    app(args=list(arguments), prog_name=f"draftsmith {item.name}")

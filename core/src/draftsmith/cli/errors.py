@@ -1,0 +1,60 @@
+"""How errors look on the terminal: what, where, what to do; a traceback only with ``--debug``."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+
+from draftsmith.errors import DiskSpaceError, DraftsmithError, Problem, Stopped
+
+__all__ = ["report"]
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Print *error* to stderr; returns the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    known = _as_known(error)
+    if known is None:
+        _print(_paint("error: ", "31"), f"{type(error).__name__}: {error}")
+        _print("  → this should not happen, in draftsmith or in a plugin; --debug shows where, for a bug report")
+        return 1
+    word = "stopped: " if isinstance(known, Stopped) else "error: "
+    problems = known.problems
+    if len(problems) > 1:
+        _print(_paint(word, "31"), f"{len(problems)} problems; nothing was started")
+    for problem in problems:
+        _print(_paint(word, "31") if len(problems) == 1 else "\n", _text(problem))
+    return known.exit_code
+
+
+def _as_known(error: BaseException) -> DraftsmithError | None:
+    if isinstance(error, DraftsmithError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Stopped("by SIGINT", number=2)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskSpaceError(
+            "the disk is full",
+            where=error.filename,
+            hint="make room and start the same command again: it goes on where it stopped",
+        )
+    return None
+
+
+def _text(problem: Problem) -> str:
+    where = f"{_paint(problem.where, '1')}: " if problem.where else ""
+    hint = f"\n  → {problem.hint}" if problem.hint else ""
+    return f"{where}{problem.what}{hint}"
+
+
+def _paint(text: str, code: str) -> str:
+    if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+        return text
+    return f"\033[{code}m{text}\033[0m"
+
+
+def _print(*parts: str) -> None:
+    print("".join(parts), file=sys.stderr)

@@ -1,0 +1,57 @@
+"""``--explain``: every value of a run, and where it came from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.config.load import DEFAULT, leaves
+
+if TYPE_CHECKING:
+    from draftsmith.config.resolve import ResolvedRun
+
+__all__ = ["explanation", "print_explanation"]
+
+
+def explanation(run: ResolvedRun) -> list[tuple[str, str, str]]:
+    """(key path, value, where it came from) of everything that the run uses."""
+    rows = []
+    for key, value in leaves(run.resolved_recipe()):
+        rows.append((key, _shown(value), run.provenance.get(key) or _outer(key, run)))
+    return rows
+
+
+def _outer(key: str, run: ResolvedRun) -> str:
+    while key:
+        key = key.rpartition(".")[0]
+        if key in run.provenance:
+            return run.provenance[key]
+    return DEFAULT
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def print_explanation(run: ResolvedRun) -> None:
+    """Three columns on stdout, then what was derived and who provides what."""
+    rows = explanation(run)
+    keys, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for key, value, origin in rows:
+        print(f"{key:<{keys}}  {value:<{min(values, 40)}}  {origin}")
+    registry = run.registry
+    print(f"\nlayer ids to capture: {list(run.requirements.ids(run.verifier.num_layers))}")
+    print(f"verifier: {run.verifier.path} ({run.verifier.fingerprint})")
+    print(f"output: {run.folders.output}")
+    for kind, item, catalog in (
+        ("algorithm", run.algorithm, registry.algorithms),
+        ("architecture", run.architecture, registry.architectures),
+        ("loss", run.loss, registry.losses),
+        ("mask", run.mask, registry.masks),
+        ("schema", run.schema, registry.schemas),
+        ("transport", run.transport, registry.transports),
+    ):
+        print(f"{kind}: {item.name}, provided by {catalog.provider(item.name)}")

@@ -1,0 +1,173 @@
+"""Show what is installed, and what each plugin offers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.cli import common
+
+if TYPE_CHECKING:
+    from draftsmith.plugins import PluginRegistry, Provider
+
+__all__ = ["configure", "describe_options", "execute", "overview"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    common.add_plugin_options(parser)
+    commands = parser.add_subparsers(dest="action", metavar="list | show", required=True)
+    listing = commands.add_parser("list", prog="draftsmith plugins list", help="every plugin, and why one is not used")
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    showing = commands.add_parser("show", prog="draftsmith plugins show", help="one plugin or item, with its options")
+    showing.add_argument("name", metavar="NAME", help="a plugin, or something that a plugin provides")
+    for each in (listing, showing):
+        each.add_argument("--no-plugin", metavar="NAME", action="append", default=[], dest="also_off")
+        each.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    registry = common.open_registry([*arguments.no_plugin, *arguments.also_off], raise_conflicts=False)
+    if arguments.action == "show":
+        print_one(registry, arguments.name)
+    elif arguments.json:
+        import json
+
+        print(json.dumps(overview(registry), indent=2, ensure_ascii=False))
+    else:
+        print_all(registry)
+
+
+def print_all(registry: PluginRegistry) -> None:
+    """Every plugin with its version and items, and why one is not in use."""
+    for plugin in registry.plugins:
+        print(f"{plugin.name}  ({plugin.provider})")
+        for kind, names in plugin.items.items():
+            print(f"    {kind + ':':<20}{', '.join(names)}")
+        if plugin.events:
+            print(f"    {'observes:':<20}{', '.join(each.removeprefix('draftsmith_') for each in plugin.events)}")
+        for warning in plugin.warnings:
+            print(f"    {'warning:':<20}{warning}")
+    aside: list[tuple[str, str, Provider, str]] = [
+        *(("quarantined", each.name, each.provider, each.reason) for each in registry.quarantined),
+        *(("switched off", each.name, each.provider, each.reason) for each in registry.switched_off),
+        *(("other API", each.provider.plugin, each.provider, each.reason) for each in registry.foreign),
+    ]
+    for state, name, provider, reason in aside:
+        print(f"{name}  ({provider})  {state}: {reason}")
+    for conflict in registry.conflicts:
+        print(f"conflict: {conflict}")
+
+
+def print_one(registry: PluginRegistry, name: str) -> None:
+    """A plugin, or an algorithm, loss, transport … by name: what it is, and its options."""
+    from draftsmith.plugins.manager import FACETS
+
+    shown: set[tuple[str, str]] = set()
+    plugins = [each for each in registry.plugins if each.provider.answers_to(name)]
+    for plugin in plugins:
+        print(f"plugin {plugin.name}  ({plugin.provider})\n")
+    for facet in FACETS:
+        catalog = registry.catalog(facet)
+        items = [item for plugin in plugins for item in catalog.of(plugin.provider)]
+        if name in catalog and name not in [item.name for item in items]:
+            items.append(catalog.get(name))
+        for item in items:
+            if (facet.kind, item.name) not in shown:
+                shown.add((facet.kind, item.name))
+                _show_item(facet.kind, item, catalog.provider(item.name))
+    if not plugins and not shown:
+        raise _unknown(name, registry)
+
+
+def _show_item(kind: str, item: Any, provider: Provider) -> None:
+    print(f"{kind} {item.name}  ({provider})")
+    print(f"    {item.summary}")
+    for facet in ("architecture", "loss", "mask", "schema"):
+        if kind == "algorithm":
+            print(f"    {facet + ':':<16}{getattr(item, facet)}")
+    if kind == "transport":
+        kept = [
+            each for each in ("persistent", "random_access", "concurrent_writers") if getattr(item.guarantees, each)
+        ]
+        print(f"    {'guarantees:':<16}{', '.join(kept) or 'none'}")
+    options = getattr(item, "options", None)
+    if options is not None:
+        print("    options:")
+        for option in describe_options(options):
+            required = "required" if option["required"] else f"default {option['default']}"
+            print(f"        {option['name']}: {option['type']}, {required}")
+            if option["help"]:
+                print(f"            {option['help']}")
+    print()
+
+
+def describe_options(options: type) -> list[dict[str, Any]]:
+    """Name, type, default and description of each field of an options class."""
+    import attrs
+
+    from draftsmith.config.structure import describe_type, field_types, plain
+
+    kinds = field_types(options)
+    described = []
+    for each in attrs.fields(options):
+        if not each.init:
+            continue
+        default: Any = each.default
+        if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+            default = "computed" if default.takes_self else default.factory()
+        required = default is attrs.NOTHING
+        described.append(
+            {
+                "name": each.alias or each.name,
+                "type": describe_type(kinds.get(each.name, Any)),
+                "required": required,
+                "default": None if required else _yaml(plain(default)),
+                "help": each.metadata.get("help", ""),
+            }
+        )
+    return described
+
+
+def _yaml(value: Any) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else value
+
+
+def _unknown(name: str, registry: PluginRegistry) -> Exception:
+    from draftsmith.errors import DraftsmithError, UnknownNameError
+    from draftsmith.plugins.manager import FACETS
+
+    try:
+        registry.require(name)
+    except UnknownNameError:
+        known = {each.name for each in registry.plugins}
+        for facet in FACETS:
+            known.update(registry.catalog(facet).names())
+        return UnknownNameError("plugin or item", name, sorted(known), hint="see `draftsmith plugins list`")
+    except DraftsmithError as error:
+        return error
+    return UnknownNameError("plugin", name, [])
+
+
+def overview(registry: PluginRegistry) -> dict[str, Any]:
+    """What ``plugins list --json`` prints."""
+
+    def who(provider: Provider) -> dict[str, str]:
+        return {"plugin": provider.plugin, "distribution": provider.distribution, "version": provider.version}
+
+    return {
+        "plugins": [
+            {
+                **who(each.provider),
+                "items": {kind: list(names) for kind, names in each.items.items()},
+                "events": list(each.events),
+                "warnings": list(each.warnings),
+            }
+            for each in registry.plugins
+        ],
+        "quarantined": [{**who(each.provider), "reason": each.reason} for each in registry.quarantined],
+        "switched_off": [{**who(each.provider), "reason": each.reason} for each in registry.switched_off],
+        "other_api": [{**who(each.provider), "reason": each.reason} for each in registry.foreign],
+        "conflicts": [each.what for each in registry.conflicts],
+    }

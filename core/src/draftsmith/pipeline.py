@@ -1,0 +1,100 @@
+"""All stages of a run, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.config.resolve import RUN_FILE, ResolvedRun
+from draftsmith.errors import OutputError
+from draftsmith.plugins import load_reference
+from draftsmith.stages import FILE, STAGES, StageRecord, write_json_atomically
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["claim_output", "run_all"]
+
+#: The function that runs each stage.
+_FUNCTIONS: Mapping[str, str] = {
+    "prepare": "draftsmith.data.prepare:run_prepare",
+    "capture": "draftsmith.capture.run:run_capture",
+    "train": "draftsmith.train.run:run_train",
+    "export": "draftsmith.checkpoint.export:run_export",
+    "verify": "draftsmith.serving.verify:run_verify",
+}
+
+
+def claim_output(run: ResolvedRun) -> None:
+    """Write ``run.json`` into the output folder: the resolved recipe, plugins and versions.
+
+    Raises:
+        OutputError: the folder holds something that is not of a run, or cannot be written to.
+    """
+    output = run.folders.output
+    try:
+        there = [each for each in output.iterdir() if not each.name.startswith(".")]
+    except FileNotFoundError:
+        there = []
+    except OSError as error:
+        raise OutputError(f"the output folder cannot be read: {error.strerror}", where=str(output)) from error
+    ours = any(each.name == RUN_FILE or (each / FILE).is_file() for each in there)
+    if there and not ours:
+        raise OutputError(
+            f"the output folder is not empty ({there[0].name}, …), and what is there is not of a run",
+            where=str(output),
+            hint="choose another output, or move what is there away",
+        )
+    write_json_atomically(output / RUN_FILE, run.record())
+
+
+def run_all(
+    run: ResolvedRun,
+    console: Console | None,
+    *,
+    overwrite: bool = False,
+    stages: Sequence[str] | None = None,
+) -> dict[str, StageRecord]:
+    """Run the stages in order; those that are complete, with the same inputs, are not run again.
+
+    Args:
+        console: where progress and summaries go; None: nowhere.
+        overwrite: make stages anew whose stored output was made from other inputs.
+        stages: names of :data:`draftsmith.stages.STAGES`; None: all.
+
+    Returns:
+        The record of each stage that was run.
+    """
+    claim_output(run)
+    wanted = list(STAGES) if stages is None else [name for name in STAGES if name in stages]
+    records: dict[str, StageRecord] = {}
+    for name in wanted:
+        if console is not None and len(wanted) > 1:
+            console.rule(f"[bold]{name}", align="left")
+        stage: Callable[..., StageRecord] = load_reference(_FUNCTIONS[name])
+        records[name] = stage(run, console, overwrite=overwrite)
+    if console is not None and len(wanted) > 1:
+        print_times(console, records)
+    if console is not None and "verify" in records:
+        print_verification(console, records["verify"])
+    return records
+
+
+def print_times(console: Console, records: Mapping[str, StageRecord]) -> None:
+    """Seconds by stage, over all starts of each."""
+    from rich.table import Table
+
+    table = Table(title="Time by stage", title_justify="left")
+    table.add_column("stage")
+    table.add_column("seconds", justify="right")
+    for name, record in records.items():
+        table.add_row(name, f"{record.seconds:.1f}")
+    table.add_section()
+    table.add_row("total", f"{sum(record.seconds for record in records.values()):.1f}")
+    console.print(table)
+
+
+def print_verification(console: Console, record: StageRecord) -> None:
+    """The figures of the verification, last of all."""
+    show: Callable[[Any, StageRecord], None] = load_reference("draftsmith.serving.verify:print_verification")
+    show(console, record)
