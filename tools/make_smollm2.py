@@ -35,9 +35,13 @@ def packaged_gguf() -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """Write *gguf*, dequantised, as a Hugging Face folder."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(
@@ -45,7 +49,6 @@ def convert(gguf: Path, folder: Path) -> None:
     )
     # GGUF stores float32: 1e-5 comes back as 9.999999747378752e-06, the same number in the arithmetic that follows
     model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)
-    model.config._name_or_path = "SmolLM2-135M-Instruct"
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.generation_config = GenerationConfig(
