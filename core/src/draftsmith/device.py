@@ -32,7 +32,7 @@ def fast_bfloat16(device: torch.device) -> bool:
     On CPUs this asks oneDNN, which needs AVX-512 at least: with AVX2 alone bfloat16 is several times *slower*.
     """
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftsmith.errors import CheckpointError, DiskSpaceError, OutputError, PluginError
+from draftsmith.stages import digest
 
 __all__ = [
     "Best",
@@ -156,7 +157,8 @@ def write_checkpoint(
             _MODEL: _write_tensors(temporary / _MODEL, model),
             _OPTIMIZER: _write_tensors(temporary / _OPTIMIZER, optimizer),
         }
-        _write_text(temporary / _STATE, {"format": FORMAT, "checksums": checksums, **asdict(state)})
+        content = {"format": FORMAT, "checksums": checksums, "state": asdict(state)}
+        _write_text(temporary / _STATE, {**content, "digest": digest(content)})
         _sync(temporary)
         if target.exists():  # a damaged one of the same step: a good one is never written twice
             shutil.rmtree(target)
@@ -200,11 +202,11 @@ def _sync(path: Path) -> None:
 
 
 def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -241,19 +243,24 @@ def read_checkpoint(path: Path) -> TrainingCheckpoint:
         CheckpointError: a file is missing, unreadable or does not match its checksum.
     """
     try:
-        stored = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        if stored.pop("format") != FORMAT:
-            raise CheckpointError("the checkpoint has another format", where=str(path))
-        for name, checksum in stored.pop("checksums").items():
+        content = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if content.pop("digest") != digest(content):
+            raise CheckpointError(f"{_STATE} is damaged: its checksum differs", where=str(path))
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"the checkpoint has format {content['format']}, not {FORMAT}", where=str(path))
+        for name, checksum in content["checksums"].items():
             if _checksum(path / name) != checksum:
                 raise CheckpointError(f"{name} is damaged: its checksum differs", where=str(path))
-        best = stored.pop("best")
-        skipped = tuple(stored.pop("skipped"))
-        state = TrainingState(**stored, best=Best(**best) if best else None, skipped=skipped)
+        state = _structured(content["state"])
         model, optimizer = load_file(path / _MODEL), load_file(path / _OPTIMIZER)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint cannot be read: {error}", where=str(path)) from error
     return TrainingCheckpoint(path=path, state=state, model=model, optimizer=optimizer)
+
+
+def _structured(plain: dict[str, Any]) -> TrainingState:
+    best = Best(**plain["best"]) if plain["best"] else None
+    return TrainingState(**{**plain, "best": best, "skipped": tuple(plain["skipped"])})
 
 
 def read_newest(folder: Path, warn: Callable[[str], None] = lambda message: None) -> TrainingCheckpoint | None:
@@ -325,7 +332,7 @@ def prune(folder: Path, *, current: int, keep: int, best: int | None) -> None:
 def random_states() -> dict[str, str]:
     """States of torch's global generators, for :attr:`TrainingState.random_states`."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     return {name: bytes(state.tolist()).hex() for name, state in states.items()}
 

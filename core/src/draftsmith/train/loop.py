@@ -41,6 +41,9 @@ from draftsmith.train.step import Objective, score_row, train_step
 if TYPE_CHECKING:
     from rich.console import Console
 
+#: Metrics shown beside the progress bar.
+_SHOWN = ("loss", "eal", "position_0_acc")
+
 __all__ = ["Events", "Job", "train", "validate"]
 
 
@@ -155,7 +158,7 @@ def _one_step(
             metrics={**values, "tokens_per_second": tokens / max(seconds, 1e-9)},
         )
     )
-    shown = {name: values[name] for name in ("loss", "eal", "position_0_acc") if name in values}
+    shown = {name: value for name, value in values.items() if name in _SHOWN}
     return state, tokens, {"step": float(state.step), **shown}
 
 

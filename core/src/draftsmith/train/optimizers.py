@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +106,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig, vocabulary_sizes: Co
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     matrices = [parameter for name, parameter in trainable if name in chosen]
     rest = [parameter for name, parameter in trainable if name not in chosen]
-    parts: dict[Literal["muon", "adamw"], torch.optim.Optimizer] = {}
+    parts: dict[str, torch.optim.Optimizer] = {}
     if matrices:
         parts["muon"] = torch.optim.Muon(
             matrices,
@@ -120,4 +119,4 @@ def build_optimizers(model: nn.Module, config: TrainConfig, vocabulary_sizes: Co
         parts["adamw"] = torch.optim.AdamW(
             rest, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-    return Optimizers(dict(parts), {parameter: name for name, parameter in trainable})
+    return Optimizers(parts, {parameter: name for name, parameter in trainable})

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -44,6 +43,8 @@ Result = TypeVar("Result")
 class Table(Protocol):
     """What is needed of a table of prepared rows (``data.dataset.RowTable``)."""
 
+    @property
+    def sample_ids(self) -> Sequence[str]: ...
     @property
     def lengths(self) -> Sequence[int]: ...
     @property
@@ -78,7 +79,7 @@ class RowPlan:
         capacity: tokens that a row holds.
         tokens: real tokens in all bins.
         truncated: samples longer than a row, cut at the tail.
-        dropped: samples that have no supervised token (or had none left after the cut).
+        dropped: samples without a supervised token (or with none left after the cut), or without states.
     """
 
     bins: tuple[tuple[int, ...], ...]
@@ -93,16 +94,17 @@ class RowPlan:
         return self.tokens / (len(self.bins) * self.capacity) if self.bins else 0.0
 
 
-def plan_rows(table: Table, capacity: int) -> RowPlan:
-    """Pack the samples of *table* into rows of at most *capacity* tokens.
+def plan_rows(table: Table, capacity: int, refused: Container[str] = ()) -> RowPlan:
+    """Pack the samples of *table* into rows of at most *capacity* tokens; those *refused* at capture have no states.
 
     A sample longer than a row is cut here too, not only at capture: a long row would exhaust the memory that was
     chosen by ``tokens_per_row``. Whether the cut leaves anything supervised is checked for those samples only.
     """
     kept: list[int] = []
     truncated = dropped = 0
-    for index, (length, supervised) in enumerate(zip(table.lengths, table.supervised, strict=True)):
-        useful = supervised > 0
+    columns = zip(table.sample_ids, table.lengths, table.supervised, strict=True)
+    for index, (sample_id, length, supervised) in enumerate(columns):
+        useful = supervised > 0 and sample_id not in refused
         if length > capacity:
             truncated += 1
             useful = useful and bool(table[index].loss_mask[:capacity].any())
@@ -110,7 +112,8 @@ def plan_rows(table: Table, capacity: int) -> RowPlan:
             kept.append(index)
         else:
             dropped += 1
-    lengths = [min(table.lengths[index], capacity) for index in kept]
+    all_lengths = table.lengths
+    lengths = [min(all_lengths[index], capacity) for index in kept]
     bins = tuple(tuple(kept[place] for place in bin_) for bin_ in pack(lengths, capacity))
     return RowPlan(bins=bins, capacity=capacity, tokens=sum(lengths), truncated=truncated, dropped=dropped)
 
@@ -304,18 +307,29 @@ class RowLoader:
 
 
 def to_device(row: PackedRow, device: torch.device, dtype: torch.dtype) -> PackedRow:
-    """*row* on *device*, its states in *dtype*. Copies to a GPU overlap with its work."""
+    """*row* on *device*, the features in *dtype*. Copies to a GPU overlap with its work.
 
-    def move(value: Tensor | None) -> Tensor | None:
-        if value is None:
-            return None
+    The last hidden state keeps the dtype it was stored in: the teacher norms it in float32.
+    """
+
+    def move(value: Tensor) -> Tensor:
         if device.type == "cuda" and value.device.type == "cpu":
             value = value.pin_memory()
         return value.to(device, non_blocking=True)
 
-    moved = {name: move(getattr(row, name)) for name in _FIELDS}
-    moved |= {name: value.to(dtype) for name in ("taps", "last_hidden") if (value := moved[name]) is not None}
-    return attrs.evolve(row, **moved)
+    statistics = (row.teacher_token, row.teacher_logsumexp)
+    token, logsumexp = (None if value is None else move(value) for value in statistics)
+    return PackedRow(
+        input_ids=move(row.input_ids),
+        position_ids=move(row.position_ids),
+        document_ids=move(row.document_ids),
+        loss_mask=move(row.loss_mask),
+        taps=move(row.taps).to(dtype),
+        last_hidden=move(row.last_hidden),
+        teacher_token=token,
+        teacher_logsumexp=logsumexp,
+        sample_ids=row.sample_ids,
+    )
 
 
 # --- ahead of the step ---------------------------------------------------------------------------------------------

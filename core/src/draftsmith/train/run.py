@@ -158,17 +158,19 @@ def prepare_training(run: ResolvedRun) -> Training:
         out_of_vocabulary=config.out_of_vocabulary,
         compute_dtype=compute_dtype,
     )
-    rows = plan_rows(data.train, config.tokens_per_row)
+    # Each loader reads in a thread of its own, so each has a reader of its own.
+    states, validation_states = open_states(run), open_states(run)
+    rows = plan_rows(data.train, config.tokens_per_row, states.refused)
     check_plan(rows)
     return Training(
         objective=objective,
         optimizers=build_optimizers(model, config, {vocabulary.draft_size, vocabulary.target_size}),
         device=device,
         rows=rows,
-        validation_rows=plan_rows(data.validation, config.tokens_per_row),
+        validation_rows=plan_rows(data.validation, config.tokens_per_row, states.refused),
         order=Order(bins=rows.bins, rows_per_step=config.rows_per_step, epochs=config.epochs, seed=config.seed),
-        load=_loader(run, data.train),
-        load_validation=_loader(run, data.validation),
+        load=_loader(run, data.train, states),
+        load_validation=_loader(run, data.validation, validation_states),
         parameters=count_parameters(model),
     )
 
@@ -228,9 +230,7 @@ def _restore(training: Training, found: TrainingCheckpoint) -> TrainingState:
     return found.state
 
 
-def _loader(run: ResolvedRun, table: Table) -> RowLoader:
-    # Each loader reads in a thread of its own, so each has a reader of its own.
-    states: CapturedStates = open_states(run)
+def _loader(run: ResolvedRun, table: Table, states: CapturedStates) -> RowLoader:
     config = run.recipe.train
     return RowLoader(
         table,
@@ -258,7 +258,7 @@ def _describe(training: Training, say: Callable[[str], None]) -> None:
         if plan.truncated or plan.dropped:
             say(
                 f"{name}: {plan.truncated} samples cut to {plan.capacity} tokens, "
-                f"{plan.dropped} left out without a supervised token"
+                f"{plan.dropped} left out without a supervised token or without states"
             )
 
 

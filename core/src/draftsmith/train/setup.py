@@ -77,9 +77,9 @@ def build_algorithm(
 
 
 def build_mask(run: ResolvedRun) -> MaskRule:
-    """The run's mask rule. Its window is the algorithm's option ``window``, where the algorithm has one."""
+    """The run's mask rule, with the window that the algorithm's options ask for."""
     implementation = load_reference(run.mask.implementation, expected=MaskRule)
-    mask: MaskRule = implementation(window=getattr(run.algorithm_options, "window", None))
+    mask: MaskRule = implementation(window=run.algorithm.window(run.algorithm_options))
     return mask
 
 

@@ -68,7 +68,7 @@ class RowScore:
         """Ids of the samples with a loss that is not finite; of all samples of the row where none stands out."""
         if self.scored is not None:
             bad_rows = self.slots.teacher_row[~torch.isfinite(self.scored.loss.detach())]
-            documents = row.document_ids[bad_rows].unique().tolist()
+            documents = torch.unique(row.document_ids[bad_rows]).tolist()
             found = tuple(row.sample_ids[document] for document in documents if 0 <= document < len(row.sample_ids))
             if found:
                 return found
