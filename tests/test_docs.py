@@ -13,12 +13,16 @@ from pathlib import Path
 import attrs
 import pytest
 import setup_environment
+import torch
 import write_reference as reference
 
 from draftsmith.cli import main
 from draftsmith.cli.app import COMMANDS
 from draftsmith.config.load import load_recipe
 from draftsmith.config.schema import NamedConfig, Recipe
+from draftsmith.data.conversations import normalise
+from draftsmith.interfaces import DraftSlots, ScoredSlots
+from draftsmith.train.metrics import divide, slot_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -70,22 +74,42 @@ def test_the_keys_are_all_of_the_schema() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_example_recipes_are_valid(path: Path) -> None:
     loaded = load_recipe(path)
-    for source in loaded.recipe.data.sources:
-        assert (loaded.folder / source).exists(), source
+    files = [*loaded.recipe.data.sources, *filter(None, [loaded.recipe.verify.prompts])]
+    assert files
+    for name in files:
+        rows = [json.loads(line) for line in (loaded.folder / name).read_text(encoding="utf-8").splitlines()]
+        assert rows
+        for row in rows:
+            normalise(row, allow_empty_answers=True)
 
 
 def test_there_is_an_example_recipe() -> None:
     assert ROOT / "examples" / "smollm2-eagle3.yaml" in RECIPES
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "data").glob("*.jsonl")), ids=lambda path: path.name)
-def test_example_data_is_json_lines(path: Path) -> None:
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert rows
-    for row in rows:
-        messages = row.get("messages") or row.get("conversations")
-        assert isinstance(messages, list)
-        assert messages
+def test_every_metric_is_defined() -> None:
+    slots = DraftSlots(
+        terms=(), teacher_row=torch.arange(2), step=torch.arange(2), chain=torch.zeros(2, dtype=torch.int64),
+        weight=torch.ones(2), total_positions=2, num_steps=2,
+    )  # fmt: skip
+    hit = torch.ones(2, dtype=torch.bool)
+    scored = ScoredSlots(loss=torch.ones(2), correct=hit, acceptance=torch.ones(2), kept_mass=torch.ones(2), kept=hit)
+    names = {re.sub(r"_\d+", "_k", name) for name in divide(slot_metrics(slots, scored))}
+    page = (DOCS / "training.md").read_text(encoding="utf-8")
+    assert {"eal", "prefix_k", "coverage"} <= names
+    assert not {name for name in names if f"| `{name}` |" not in page}
+
+
+def test_every_reason_to_reject_a_row_is_explained() -> None:
+    page = (DOCS / "data.md").read_text(encoding="utf-8")
+    sources = sorted((ROOT / "core" / "src" / "draftsmith" / "data").glob("*.py"))
+    reasons = {
+        reason
+        for path in sources
+        for reason in re.findall(r'RowRejected\(\s*f?"([a-z_]+)', path.read_text(encoding="utf-8"))
+    }
+    assert {"malformed_json", "unknown_role", "too_long", "answer_does_not_follow_prompt"} <= reasons
+    assert not {reason for reason in reasons if not re.search(rf"`{reason}[`:]", page)}
 
 
 # --- hooks, commands, make ---------------------------------------------------------------------------------------
