@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,6 +39,12 @@ class FileTransport(HiddenStateTransport):
 
     def bytes_for(self, layout: StateLayout, tokens: int, samples: int) -> int:
         return wire.sample_bytes(layout, tokens) + _INDEX_BYTES * samples
+
+    def free_bytes(self) -> int | None:
+        folder = self.folder.absolute()
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
 
     def remove_all(self, sample_ids: Iterable[str] | None = None) -> None:
         store = Store(self.folder, StateLayout(fingerprint="", layer_ids=(), hidden_size=0, dtype="float32"))

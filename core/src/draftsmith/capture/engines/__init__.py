@@ -1,0 +1,129 @@
+"""What produces hidden states. An engine runs the verifier over token rows and puts the states into a transport."""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from attrs import field, frozen
+
+from draftsmith.api import VerifierFacts
+from draftsmith.errors import ServingError
+from draftsmith.interfaces import StateLayout
+
+__all__ = ["CaptureEngine", "CaptureSetup", "Done", "Request", "batches_by_length", "choose_engine", "vllm_problem"]
+
+
+@frozen
+class Request:
+    """One row to capture: its id and its token ids."""
+
+    sample_id: str
+    token_ids: Sequence[int]
+
+
+@frozen(kw_only=True)
+class Done:
+    """What became of some requests.
+
+    Attributes:
+        stored: ids whose states are in the transport.
+        refused: id → why its states are not (values that are not finite).
+        tokens: token count of all of them.
+        seconds: time that the verifier (and storing) took for them.
+    """
+
+    stored: tuple[str, ...]
+    refused: Mapping[str, str] = field(factory=dict)
+    tokens: int
+    seconds: float
+
+
+@frozen(kw_only=True)
+class CaptureSetup:
+    """What every engine is built from.
+
+    Attributes:
+        layout: layer ids, width and stored dtype.
+        dtype: ``auto`` or torch's name of the verifier's compute dtype.
+        batch_tokens: tokens per forward pass, about.
+        longest: the longest row that will come.
+        work_folder: for logs and messages between processes.
+        trust_remote_code: run model code that comes with the verifier.
+    """
+
+    verifier: VerifierFacts
+    layout: StateLayout
+    dtype: str
+    batch_tokens: int
+    longest: int
+    work_folder: Path
+    trust_remote_code: bool = False
+
+
+class CaptureEngine(ABC):
+    """Loads the verifier when it is entered as a context; :meth:`capture` may then be called many times."""
+
+    @property
+    @abstractmethod
+    def compute_dtype(self) -> str:
+        """torch's name of the dtype that the verifier computes in."""
+
+    @abstractmethod
+    def __enter__(self) -> CaptureEngine: ...
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def capture(self, requests: Iterable[Request]) -> Iterator[Done]:
+        """Capture *requests* and put their states into the transport; yields as parts of them are safely there.
+
+        Raises:
+            TransportError, DiskSpaceError: a state cannot be stored. What was yielded before is stored.
+            ServingError, VerifierError: the verifier cannot be run.
+        """
+
+
+def batches_by_length(requests: Iterable[Request], batch_tokens: int) -> list[list[Request]]:
+    """Batches of similar length, longest first, so that padding is small and memory runs out at once or never.
+
+    A batch of B rows, the longest of T tokens, has B * T <= *batch_tokens* (or one row).
+    """
+    batches: list[list[Request]] = []
+    for request in sorted(requests, key=lambda each: (-len(each.token_ids), each.sample_id)):
+        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].token_ids) <= batch_tokens:
+            batches[-1].append(request)
+        else:
+            batches.append([request])
+    return batches
+
+
+def vllm_problem() -> str | None:
+    """Why the installed vLLM cannot capture hidden states, or None. Does not import it."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        return "vLLM is not installed"
+    for folder in found.submodule_search_locations:
+        if (Path(folder) / "model_executor" / "models" / "extract_hidden_states.py").is_file():
+            return None
+    return "the installed vLLM is too old: it has no method to extract hidden states"
+
+
+def choose_engine(name: str) -> str:
+    """``vllm`` or ``transformers``; ``auto`` is vllm where it can be used.
+
+    Raises:
+        ServingError: vllm is asked for and cannot be used.
+    """
+    problem = vllm_problem()
+    if name == "auto":
+        return "transformers" if problem else "vllm"
+    if name == "vllm" and problem:
+        raise ServingError(problem, where="capture.engine", hint="install vLLM, or use engine: transformers")
+    return name

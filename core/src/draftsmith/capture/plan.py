@@ -1,0 +1,136 @@
+"""What a capture will take, and what cannot be captured. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from draftsmith.api import CaptureRequirements, VerifierFacts
+from draftsmith.errors import DiskSpaceError, VerifierError
+from draftsmith.interfaces import HiddenStateTransport, StateLayout
+
+__all__ = ["STATISTICS_BYTES", "Plan", "check_disk", "check_verifier", "human_bytes", "human_seconds"]
+
+#: Bytes that the teacher's statistics take for a token: its argmax (int32) and log-sum-exp (float32).
+STATISTICS_BYTES = 8
+_ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+#: Keys that only configurations with recurrent or convolutional layers have.
+_RECURRENT_KEYS = (
+    "attn_layer_period",
+    "conv_L_cache",
+    "hybrid_override_pattern",
+    "linear_num_key_heads",
+    "mamba_d_conv",
+    "mamba_d_state",
+    "mamba_expand",
+    "ssm_cfg",
+    "ssm_state_size",
+    "time_step_rank",
+)
+
+
+def check_verifier(facts: VerifierFacts, requirements: CaptureRequirements) -> None:
+    """Whether the hidden states of this verifier can be captured as required.
+
+    Raises:
+        VerifierError: it mixes attention with recurrent layers (whose states an engine may extract wrongly), it has
+            an encoder, or a layer id is beyond its layers.
+    """
+    where = str(facts.path)
+    kinds = _foreign_layers(facts.text_config)
+    if kinds:
+        raise VerifierError(
+            f"capture of hybrid verifiers is not supported: this one has {kinds}",
+            where=where,
+            hint="use a verifier whose layers are all attention",
+        )
+    if facts.text_config.get("is_encoder_decoder"):
+        raise VerifierError("capture needs a decoder-only verifier, and this one has an encoder", where=where)
+    beyond = [each for each in requirements.ids(facts.num_layers) if each > facts.num_layers]
+    if beyond or len(set(requirements.ids(facts.num_layers))) < len(requirements.ids(facts.num_layers)):
+        raise VerifierError(
+            f"layer ids {list(requirements.layer_ids)} do not fit a verifier of {facts.num_layers} layers",
+            where=where,
+            hint=f"tap distinct ids from 0 (the embedding) to {facts.num_layers - 1}; "
+            f"{facts.num_layers} is captured as the last hidden state",
+        )
+
+
+def _foreign_layers(text: Mapping[str, Any]) -> str:
+    kinds: set[str] = set()
+    for key in ("layer_types", "layers_block_type", "block_types"):
+        value = text.get(key)
+        if isinstance(value, (list, tuple)):
+            kinds |= {str(kind) for kind in value} - _ATTENTION_LAYERS
+    if kinds:
+        return "layers of kind " + ", ".join(sorted(kinds))
+    keys = [key for key in _RECURRENT_KEYS if text.get(key) is not None]
+    return "the configuration keys " + ", ".join(keys) if keys else ""
+
+
+@frozen(kw_only=True)
+class Plan:
+    """What is still to be captured.
+
+    Attributes:
+        samples, tokens: not stored yet.
+        stored_samples: complete already.
+        bytes: that the missing ones will take at rest, statistics included.
+        free: bytes that can still be stored; None where the transport cannot say.
+    """
+
+    samples: int
+    tokens: int
+    stored_samples: int
+    bytes: int
+    free: int | None
+
+    @classmethod
+    def of(cls, transport: HiddenStateTransport, layout: StateLayout, lengths: list[int], stored_samples: int) -> Plan:
+        tokens = sum(lengths)
+        size = transport.bytes_for(layout, tokens, len(lengths)) + STATISTICS_BYTES * tokens if lengths else 0
+        return cls(
+            samples=len(lengths),
+            tokens=tokens,
+            stored_samples=stored_samples,
+            bytes=size,
+            free=transport.free_bytes(),
+        )
+
+    def describe(self) -> str:
+        text = f"{self.samples} rows, {self.tokens} tokens, {human_bytes(self.bytes)} of hidden states"
+        if self.stored_samples:
+            text += f" to go ({self.stored_samples} rows are there already)"
+        return text + (f"; {human_bytes(self.free)} free" if self.free is not None else "")
+
+
+def check_disk(plan: Plan, where: str, *, ignore: bool) -> None:
+    """Raises:
+    DiskSpaceError: the states will not fit (unless *ignore*).
+    """
+    needed = plan.bytes + plan.bytes // 50
+    if plan.free is not None and needed > plan.free and not ignore:
+        raise DiskSpaceError(
+            f"the hidden states will take {human_bytes(needed)}, and {human_bytes(plan.free)} are free",
+            where=where,
+            hint="use fewer rows (data.max_rows), another output folder, or capture.ignore_disk_space: true",
+        )
+
+
+def human_bytes(count: int) -> str:
+    """Such as ``1.5 GiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Such as ``42 s``, ``3 min`` or ``2.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

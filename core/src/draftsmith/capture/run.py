@@ -1,0 +1,294 @@
+"""The capture stage: from prepared rows to stored hidden states and the teacher's statistics of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import cattrs
+from attrs import define, field
+
+from draftsmith.capture.address import TransportAddress
+from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Request, choose_engine
+from draftsmith.capture.plan import Plan, check_disk, check_verifier, human_seconds
+from draftsmith.capture.states import MANIFEST, SAMPLES, TEACHER, WORK, run_transport, state_layout
+from draftsmith.data.dataset import PreparedData, open_prepared
+from draftsmith.errors import NumericsError, OutputError, SampleCorrupt, UserError
+from draftsmith.interfaces import HiddenStateTransport, StateLayout
+from draftsmith.progress import stage_progress
+from draftsmith.stages import Stage, StageRecord, write_json_atomically
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from draftsmith.config.resolve import ResolvedRun
+
+__all__ = ["capture_fingerprint", "make_engine", "run_capture"]
+
+#: Rows whose tokens are read and sent to an engine at a time, so that a long capture does not hold them all.
+_WAVE_ROWS = 4096
+
+
+def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: bool = False) -> StageRecord:
+    """Capture the verifier's hidden states of all prepared rows, or find them captured. Goes on where it was killed.
+
+    Raises:
+        VerifierError: a verifier that cannot be captured. DiskSpaceError: the states will not fit, or did not.
+        FingerprintMismatch: the folder holds states of other inputs.
+        NumericsError: every row's states hold values that are not finite.
+        ServingError, TransportError: the engine or the transport failed; what is stored stays.
+    """
+    check_verifier(run.verifier, run.requirements)
+    if not run.transport.guarantees.persistent or not run.transport.guarantees.random_access:
+        raise UserError(
+            f"transport {run.transport.name!r} does not keep samples, so capture cannot be a stage of its own",
+            where="transport",
+            hint="use a persistent transport with random access",
+        )
+    engine_name = choose_engine(run.recipe.capture.engine)
+    stage = Stage("capture", run.folders.states)
+    state = stage.begin(capture_fingerprint(run), overwrite=overwrite)
+    if state == "complete":
+        record = stage.record()
+        assert record is not None
+        return record
+    transport = run_transport(run)
+    if state == "fresh":
+        transport.remove_all()  # of an earlier capture that was overwritten, where the transport is not in the folder
+    return stage.finish(_Capture(run, console, transport, state_layout(run), engine_name).make())
+
+
+def capture_fingerprint(run: ResolvedRun) -> dict[str, Any]:
+    """All that the stored states depend on.
+
+    Raises:
+        OutputError: there is no complete prepared data.
+    """
+    prepared = Stage("prepare", run.folders.prepared).record()
+    if prepared is None or not prepared.complete:
+        raise OutputError(
+            "there is no complete prepared data",
+            where=str(run.folders.prepared),
+            hint="run `draftsmith prepare` first",
+        )
+    capture = run.recipe.capture
+    return {
+        "previous": prepared.digest,
+        "verifier": run.verifier.fingerprint,
+        "layer_ids": run.requirements.ids(run.verifier.num_layers),
+        "engine": capture.engine,
+        "compute_dtype": capture.dtype,
+        "dtype": capture.store_dtype,
+        "transport": {"name": run.transport.name, "options": cattrs.unstructure(run.transport_options)},
+    }
+
+
+def make_engine(
+    name: str,
+    run: ResolvedRun,
+    transport: HiddenStateTransport,
+    layout: StateLayout,
+    *,
+    longest: int,
+) -> CaptureEngine:
+    """The engine called *name*; loads nothing before it is entered."""
+    setup = CaptureSetup(
+        verifier=run.verifier,
+        layout=layout,
+        dtype=run.recipe.capture.dtype,
+        batch_tokens=run.recipe.capture.batch_tokens,
+        longest=longest,
+        work_folder=run.folders.states / WORK,
+        trust_remote_code=run.recipe.trust_remote_code,
+    )
+    if name == "vllm":
+        from draftsmith.capture.engines.vllm import VllmEngine
+
+        setup = attrs.evolve(setup, dtype=_dtype_of_verifier(setup))
+        address = TransportAddress.of(run.transport, run.transport_options, run.folders.states / SAMPLES, layout)
+        return VllmEngine(setup, address)
+    from draftsmith.capture.engines.transformers import TransformersEngine
+
+    return TransformersEngine(setup, lambda: transport.writer(layout))
+
+
+def _dtype_of_verifier(setup: CaptureSetup) -> str:
+    """``auto`` resolved as the other engine resolves it, so that both compute alike."""
+    from draftsmith.capture.engines.transformers import own_dtype, verifier_dtype
+    from draftsmith.device import resolve_device
+
+    dtype = verifier_dtype(setup.dtype, own_dtype(setup.verifier), resolve_device("auto"))
+    return str(dtype).removeprefix("torch.")
+
+
+@define
+class _Capture:
+    """One start of the stage."""
+
+    run: ResolvedRun
+    console: Console | None
+    transport: HiddenStateTransport
+    layout: StateLayout
+    engine_name: str
+    refused: dict[str, str] = field(factory=dict)
+    captured_tokens: int = 0
+    engine_seconds: float = 0.0
+    compute_dtype: str = ""
+
+    def make(self) -> dict[str, Any]:
+        prepared = open_prepared(self.run.folders.prepared)
+        rows = _Rows(prepared)
+        for attempt in range(2):
+            self._capture_missing(rows)
+            self.transport.compact(self.layout)
+            bad = self._statistics(rows, prepared)
+            if not bad:
+                break
+            if attempt:
+                sample_id, reason = next(iter(bad.items()))
+                raise SampleCorrupt(
+                    f"{reason} (and {len(bad) - 1} more, although they were captured twice)",
+                    sample_id=sample_id,
+                    where=str(self.run.folders.states),
+                    hint="check the disk",
+                )
+            self._say(f"{len(bad)} stored rows cannot be used ({next(iter(bad.values()))}); capturing them again")
+            with self.transport.reader(self.layout) as reader:
+                for sample_id in bad:
+                    reader.delete(sample_id)
+        return self._finish(rows)
+
+    def _say(self, message: str) -> None:
+        if self.console is not None:
+            self.console.print(message, markup=False, highlight=False)
+
+    def _capture_missing(self, rows: _Rows) -> None:
+        with self.transport.reader(self.layout) as reader:
+            complete = reader.complete_ids()
+        missing = [place for place, each in enumerate(rows.sample_ids) if each not in complete]
+        missing = [place for place in missing if rows.sample_ids[place] not in self.refused]
+        lengths = [rows.lengths[place] for place in missing]
+        plan = Plan.of(self.transport, self.layout, lengths, len(rows.sample_ids) - len(missing))
+        self._say(f"capture: {plan.describe()}")
+        check_disk(plan, str(self.run.folders.states), ignore=self.run.recipe.capture.ignore_disk_space)
+        if not missing:
+            return
+        self._say(f"loading the verifier ({self.engine_name})")
+        engine = make_engine(self.engine_name, self.run, self.transport, self.layout, longest=max(lengths))
+        with engine:
+            self.compute_dtype = engine.compute_dtype
+            self._run_engine(engine, rows, missing, plan.tokens)
+        if len(self.refused) == len(rows.sample_ids):
+            raise NumericsError(
+                "the states of every row hold values that are not finite",
+                where=str(self.run.verifier.path),
+                hint="use capture.dtype: float32; float16 verifiers often overflow in other dtypes",
+            )
+
+    def _run_engine(self, engine: CaptureEngine, rows: _Rows, missing: Sequence[int], tokens: int) -> None:
+        told = False
+        with stage_progress(self.console, f"capture ({self.engine_name})", tokens, "tokens") as bar:
+            for wave in _waves(missing, rows.lengths):
+                for done in engine.capture(rows.request(place) for place in wave):
+                    self.refused.update(done.refused)
+                    self.captured_tokens += done.tokens
+                    self.engine_seconds += done.seconds
+                    bar.advance(done.tokens)
+                    if not told:  # the first rows are the probe: real work, measured
+                        told = True
+                        rate = done.tokens / max(done.seconds, 1e-9)
+                        left = human_seconds((tokens - done.tokens) / rate)
+                        self._say(f"{rate:.0f} tokens/s in {engine.compute_dtype}: about {left} to go")
+
+    def _statistics(self, rows: _Rows, prepared: PreparedData) -> dict[str, str]:
+        if not self.run.requirements.last_hidden:
+            return {}
+        from draftsmith.capture.statistics import compute_statistics
+        from draftsmith.device import resolve_device, resolve_dtype
+        from draftsmith.train.scoring import Teacher
+        from draftsmith.verifier_weights import load_verifier_weights
+
+        device = resolve_device(self.run.recipe.train.device)
+        teacher = Teacher(
+            load_verifier_weights(self.run.verifier, trust_remote_code=self.run.recipe.trust_remote_code),
+            prepared.vocabulary(),
+            device=device,
+            compute_dtype=resolve_dtype(self.run.recipe.train.compute_dtype, device),
+        )
+        usable = [place for place, each in enumerate(rows.sample_ids) if each not in self.refused]
+        tokens = sum(rows.lengths[place] for place in usable)
+        with (
+            self.transport.reader(self.layout) as reader,
+            stage_progress(self.console, "teacher statistics", tokens, "tokens") as bar,
+        ):
+            return compute_statistics(
+                self.run.folders.states / TEACHER,
+                reader,
+                (rows.tokens(place) for place in usable),
+                teacher.statistics,
+                lambda count: bar.advance(count),
+            )
+
+    def _finish(self, rows: _Rows) -> dict[str, Any]:
+        if self.refused:
+            self._say(f"{len(self.refused)} rows were refused: {next(iter(self.refused.values()))}")
+        kept = [length for each, length in zip(rows.sample_ids, rows.lengths, strict=True) if each not in self.refused]
+        write_json_atomically(
+            self.run.folders.states / MANIFEST,
+            {
+                "layout": attrs.asdict(self.layout),
+                "transport": self.run.transport.name,
+                "samples": len(kept),
+                "tokens": sum(kept),
+                "refused": self.refused,
+            },
+        )
+        with contextlib.suppress(OSError):
+            (self.run.folders.states / WORK).rmdir()
+        return {
+            "samples": len(kept),
+            "tokens": sum(kept),
+            "refused": len(self.refused),
+            "bytes": self.transport.bytes_for(self.layout, sum(kept), len(kept)),
+            "engine": self.engine_name,
+            "compute_dtype": self.compute_dtype,
+            "captured_tokens": self.captured_tokens,
+            "tokens_per_second": round(self.captured_tokens / self.engine_seconds, 1) if self.engine_seconds else None,
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+
+
+class _Rows:
+    """The rows of both splits, each id once."""
+
+    def __init__(self, prepared: PreparedData) -> None:
+        self._places: list[tuple[Any, int]] = []
+        self.sample_ids: list[str] = []
+        self.lengths: list[int] = []
+        seen: set[str] = set()
+        for table in (prepared.train, prepared.validation):
+            for index, (sample_id, length) in enumerate(zip(table.sample_ids, table.lengths, strict=True)):
+                if sample_id not in seen:
+                    seen.add(sample_id)
+                    self._places.append((table, index))
+                    self.sample_ids.append(sample_id)
+                    self.lengths.append(length)
+
+    def tokens(self, place: int) -> tuple[str, Tensor]:
+        table, index = self._places[place]
+        return self.sample_ids[place], table[index].token_ids
+
+    def request(self, place: int) -> Request:
+        sample_id, token_ids = self.tokens(place)
+        return Request(sample_id, token_ids.tolist())
+
+
+def _waves(places: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Longest first, so that memory runs out at the beginning or not at all."""
+    ordered = sorted(places, key=lambda place: -lengths[place])
+    for start in range(0, len(ordered), _WAVE_ROWS):
+        yield ordered[start : start + _WAVE_ROWS]
