@@ -6,16 +6,17 @@ No torch, and no rich: a wrong recipe must answer at once.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import yaml
 from attrs import field, frozen
 
 from draftsmith.config.schema import NamedConfig, Recipe
-from draftsmith.config.structure import INVALID, Structurer, plain
+from draftsmith.config.structure import INVALID, Structurer, field_types, plain
 from draftsmith.errors import ConfigError, Problem
 
 __all__ = ["DEFAULT", "LoadedRecipe", "load_recipe"]
@@ -188,11 +189,11 @@ def _apply(override: str, data: dict[str, Any], provenance: dict[str, str]) -> l
         outer = inner.get(part)
         if outer is None:
             outer = {}
-        elif isinstance(outer, str):  # the short form of a name with options
-            outer = {"name": outer}
+        elif isinstance(outer, str) and depth == 0 and part in _named_keys():
+            outer = {"name": outer}  # was in its short form
         elif not isinstance(outer, dict):
             path = ".".join(parts[: depth + 1])
-            return [Problem(f"{path} is {type(outer).__name__}, and has no keys", where=where)]
+            return [Problem(f"{path} is a single value, and has no keys", where=where)]
         inner[part] = outer
         inner = outer
     key = ".".join(parts)
@@ -204,9 +205,14 @@ def _apply(override: str, data: dict[str, Any], provenance: dict[str, str]) -> l
     return []
 
 
-def _known_keys(cls: type = Recipe, prefix: str = "") -> Iterator[str]:
-    from draftsmith.config.structure import field_types
+@functools.cache
+def _named_keys() -> frozenset[str]:
+    """Keys whose value is a name with options."""
+    kinds = field_types(Recipe)
+    return frozenset(key for key, kind in kinds.items() if kind is NamedConfig or NamedConfig in get_args(kind))
 
+
+def _known_keys(cls: type = Recipe, prefix: str = "") -> Iterator[str]:
     for name, kind in field_types(cls).items():
         path = f"{prefix}.{name}" if prefix else name
         yield path

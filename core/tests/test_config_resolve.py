@@ -1,0 +1,227 @@
+"""From names to objects, and every check that is made before anything heavy starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.config.load import load_recipe
+from draftsmith.config.resolve import resolve
+from draftsmith.errors import ConfigError, PluginError, UnknownNameError, UserError
+from draftsmith.plugins import load_plugins
+
+
+def run_of(recipe: Path, *overrides: str):
+    return resolve(load_recipe(recipe, overrides, strict=False), load_plugins())
+
+
+def problems_of(recipe: Path, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        run_of(recipe, *overrides)
+    return [str(each) for each in caught.value.problems]
+
+
+@pytest.fixture(autouse=True)
+def _installed(tinker):
+    return tinker
+
+
+def test_everything_is_looked_up(recipe, tmp_path):
+    run = run_of(recipe, "algorithm.options.steps=5")
+    assert run.algorithm.name == "tinker"
+    assert run.algorithm_options.steps == 5
+    assert (run.architecture.name, run.mask.name, run.schema.name) == ("tinker", "causal", "tinker")
+    assert run.requirements.ids(run.verifier.num_layers) == (1, 2, run.verifier.num_layers)
+    assert run.speculative_tokens == 5
+    assert run.base == tmp_path
+    assert run.folders.output == tmp_path / "out"
+    assert run.verifier.vocab_size > 0
+
+
+def test_the_algorithms_loss_comes_with_its_options_and_another_does_not(recipe):
+    run = run_of(recipe)
+    assert (run.loss.name, run.loss_options) == ("sum", {"terms": {"ce": 0.5, "tv": 0.5}})
+    run = run_of(recipe, "loss={name: sum, options: {terms: {kl_div: 2}}}")
+    assert run.loss_options == {"terms": {"kl_div": 2.0}}
+    run = run_of(recipe, "loss=kl_div")
+    assert (run.loss.name, run.loss_options) == ("kl_div", {})
+    run = run_of(recipe, "loss={name: lk_hybrid, options: {eta: 2}}")
+    assert run.loss_options == {"eta": 2.0}
+
+
+def test_the_only_transport_that_keeps_its_samples_is_the_default(recipe):
+    run = run_of(recipe)
+    assert run.transport.name == "shelf"
+    assert run.transport_options.fsync is True
+    assert run.provenance["transport.name"] == "the only installed one that fits"
+
+
+def test_several_fitting_transports_must_be_chosen_from(recipe, site, monkeypatch):
+    source = (site.folder / "fake_tinker.py").read_text()
+    source = source.replace('"shelf"', '"drawer"').replace('"stream"', '"river"').replace('name="tinker"', 'name="t2"')
+    site.install("draftsmith-more", {"more": "fake_more"}, modules={"fake_more": source})
+    monkeypatch.setenv("DRAFTSMITH_PLUGINS", "tinker more")
+    (problem,) = problems_of(recipe)
+    assert "drawer, shelf" in problem
+    assert run_of(recipe, "transport=drawer").transport.name == "drawer"
+
+
+def test_a_transport_that_forgets_cannot_carry_a_stage(recipe):
+    (problem,) = problems_of(recipe, "transport=stream")
+    assert "does not keep its samples" in problem
+
+
+def test_all_problems_of_all_kinds_at_once(recipe, tmp_path):
+    found = problems_of(
+        recipe,
+        "algorithm.options.stps=4",
+        "algorithm.options.flavour=sour",
+        "loss=kl_dvi",
+        "transport={name: shelf, options: {fsink: 1}}",
+        "mask=causa",
+        "observers=[tensorbord]",
+        "data.sources=[chat.jsonl]",
+        "vocabulary.draft_size=100000",
+        "verify.prompts=nothing.jsonl",
+        "train.epoch=1",
+    )
+    expected = [
+        "--set: train.epoch: unknown key 'epoch'\n  → did you mean 'epochs'?",
+        "--set: algorithm.options.stps: unknown key 'stps'\n  → did you mean 'steps'?",
+        "--set: algorithm.options.flavour: cannot be 'sour'",
+        "--set: loss.name: unknown loss 'kl_dvi'\n  → did you mean 'kl_div'?",
+        "--set: transport.options.fsink: unknown key 'fsink'\n  → did you mean 'fsync'?",
+        "--set: mask: unknown mask 'causa'\n  → did you mean 'causal'?",
+        "--set: observers.0: unknown observer 'tensorbord'\n  → did you mean 'tensorboard'?",
+        f"--set: data.sources.0: there is no file {tmp_path}/chat.jsonl\n  → in that folder: chats.jsonl",
+        f"--set: verify.prompts: there is no file {tmp_path}/nothing.jsonl",
+        "--set: vocabulary.draft_size: the draft's vocabulary (100000) is larger than the verifier's",
+    ]
+    for text in expected:
+        assert any(each.startswith(text) for each in found), text
+    assert len(found) == len(expected)
+
+
+def test_the_algorithms_own_check_is_reported_with_its_key(recipe):
+    (problem,) = problems_of(recipe, "algorithm.options.layer_ids=[1, 99]")
+    assert problem.startswith("--set: algorithm.options.layer_ids: there is no layer 99")
+
+
+def test_layer_ids_that_are_refused_by_the_requirements(recipe):
+    (problem,) = problems_of(recipe, "algorithm.options.layer_ids=[2, 1]")
+    assert "distinct, ascending" in problem
+
+
+def test_layer_ids_are_checked_even_where_the_algorithm_does_not(recipe, site):
+    source = site.folder / "fake_tinker.py"
+    source.write_text(source.read_text().replace("check=check,", ""))
+    (problem,) = problems_of(recipe, "algorithm.options.layer_ids=[1, 99]")
+    assert "layer ids [99] do not exist" in problem
+
+
+def test_more_speculative_tokens_than_trained(recipe):
+    (problem,) = problems_of(recipe, "export.speculative_tokens=4")
+    assert "4 is more than the 3 tokens" in problem
+    assert run_of(recipe, "export.speculative_tokens=2").speculative_tokens == 2
+
+
+def test_options_for_something_without_options(recipe):
+    (problem,) = problems_of(recipe, "loss={name: ce, options: {x: 1}}")
+    assert problem == "--set: loss.options.x: 'ce' has no options"
+
+
+@pytest.mark.parametrize("value", ["/nowhere/at/all", "org/never-downloaded"])
+def test_a_missing_verifier_does_not_hide_other_problems(recipe, value):
+    found = problems_of(recipe, f"verifier={value}", "loss=nothing_like_it")
+    assert any("no such verifier" in each and value in each for each in found)
+    assert any("unknown loss" in each for each in found)
+
+
+def test_a_folder_that_is_no_model(recipe, tmp_path):
+    (problem,) = problems_of(recipe, f"verifier={tmp_path}")
+    assert "holds no model" in problem
+
+
+def test_an_unknown_algorithm_names_the_distribution(recipe):
+    with pytest.raises(UnknownNameError, match="pip install draftsmith-grand-idea"):
+        run_of(recipe, "algorithm=grand_idea")
+
+
+def test_a_broken_plugin_that_is_asked_for_keeps_its_own_error(recipe, site, monkeypatch):
+    site.install("draftsmith-broken", {"broken": "fake_broken"}, modules={"fake_broken": "1 / 0"})
+    monkeypatch.setenv("DRAFTSMITH_PLUGINS", "tinker broken")
+    assert run_of(recipe).algorithm.name == "tinker"
+    with pytest.raises(PluginError, match=r"draftsmith-broken 1\.0.*ZeroDivisionError"):
+        run_of(recipe, "algorithm=broken")
+
+
+def test_no_data_at_all(recipe):
+    (problem,) = problems_of(recipe, "data.sources=[]")
+    assert "no conversations" in problem
+
+
+def test_data_paths_are_relative_to_the_recipe_and_hub_names_are_left_alone(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    run_of(recipe)
+    run_of(recipe, "data.sources=[chats.jsonl, some-org/some-data]")
+    (problem,) = problems_of(recipe, "data.sources=[some/file.parquet]")
+    assert "no file" in problem
+
+
+def test_output_and_verifier_are_relative_to_the_current_folder(recipe, tmp_path, monkeypatch, verifier_folder):
+    monkeypatch.chdir(verifier_folder.parent)
+    run = run_of(recipe, f"verifier={verifier_folder.name}", "output=here")
+    assert run.folders.output == verifier_folder.parent / "here"
+
+
+def test_an_output_that_is_a_file(recipe, tmp_path):
+    (tmp_path / "taken").write_text("")
+    assert "is a file" in problems_of(recipe, f"output={tmp_path / 'taken'}")[0]
+    assert "is a file" in problems_of(recipe, f"output={tmp_path / 'taken' / 'below'}")[0]
+
+
+def test_an_output_that_cannot_be_written_to(recipe):
+    # A process without privileges meets this as permissions; /proc refuses everybody.
+    (problem,) = problems_of(recipe, "output=/proc/1/draftsmith")
+    assert "cannot write into" in problem
+
+
+def test_keys_that_are_broken_are_not_reported_twice(recipe):
+    found = problems_of(recipe, "algorithm=3", "output=[1]")
+    assert [each.split(":")[1].strip() for each in found] == ["algorithm", "output"]
+
+
+def test_the_record_of_a_run_holds_what_was_resolved(recipe):
+    record = run_of(recipe).record()
+    json.dumps(record)
+    assert record["recipe"]["algorithm"]["options"]["steps"] == 3
+    assert record["recipe"]["loss"] == {"name": "sum", "options": {"terms": {"ce": 0.5, "tv": 0.5}}}
+    assert record["recipe"]["export"]["speculative_tokens"] == 3
+    assert {"plugin": "tinker", "distribution": "draftsmith-tinker", "version": "2.5"} in record["plugins"]
+
+
+def test_provenance_covers_options(recipe):
+    run = run_of(recipe, "algorithm.options.steps=5")
+    assert run.provenance["algorithm.options.steps"] == "--set"
+    assert run.provenance["algorithm.options.flavour"] == "default of tinker"
+    assert run.provenance["mask"] == "default of tinker (draftsmith-tinker 2.5)"
+
+
+def test_only_the_plugins_of_the_recipe(recipe, site, monkeypatch):
+    site.install_loss("draftsmith-focal", "focal", "focal_loss")
+    monkeypatch.delenv("DRAFTSMITH_PLUGINS")
+    loaded = load_recipe(recipe, ["plugins=[tinker]"])
+    registry = load_plugins(only=loaded.recipe.plugins)
+    assert {each.name for each in registry.plugins} == {"builtin", "tinker"}
+    assert "fake_focal_draftsmith_focal" not in sys.modules
+    resolve(loaded, registry)
+
+
+def test_several_problems_make_one_configuration_error(recipe):
+    with pytest.raises(ConfigError) as caught:
+        run_of(recipe, "loss=kl_dvi", "mask=causa")
+    assert caught.value.exit_code == 2
+    assert len(caught.value.problems) == 2
