@@ -41,6 +41,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 # Families whose head_dim default is not hidden_size / heads: a configuration without the key must be completed.
 _OWN_HEAD_DIM = ("gemma", "qwen3")
 _HEAD_TENSORS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_NOT_GENERATIVE = ("ForMaskedLM", "Classification", "QuestionAnswering", "ForPreTraining", "Encoder", "EncoderModel")
 _PAGE = 4096
 _PAGES = 2048  # sampled in all, over the whole model: some 8 MB of reads, whatever its size
 
@@ -148,6 +149,14 @@ def _refuse_what_is_no_verifier(folder: Path, config: Mapping[str, Any]) -> None
             "this checkpoint is a draft, not a verifier",
             where=str(folder),
             hint="name the model that it drafts for (speculators_config.verifier in its config.json)",
+        )
+    names = [str(name) for name in config.get("architectures") or ()]
+    bare = [name for name in names if name.endswith("Model") and not name.endswith("LMHeadModel")]
+    if names and all(name.endswith(_NOT_GENERATIVE) or name in bare for name in names):
+        raise VerifierError(
+            f"{names[0]} writes no text: it has no language model head",
+            where=str(folder / "config.json"),
+            hint="name the folder of a causal language model",
         )
     if "model_type" not in config:
         raise VerifierError(
