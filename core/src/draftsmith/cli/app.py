@@ -1,17 +1,14 @@
-"""Which commands there are, each imported when it is asked for; and how signals end them."""
+"""Which commands there are, each imported when it is asked for."""
 
 from __future__ import annotations
 
 import importlib
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import NoReturn
+from collections.abc import Sequence
 
 from draftsmith import __version__
 from draftsmith.cli import common
-from draftsmith.errors import Stopped, UnknownNameError
+from draftsmith.cli.signals import clean_end
+from draftsmith.errors import UnknownNameError
 
 __all__ = ["COMMANDS", "dispatch"]
 
@@ -51,7 +48,7 @@ def dispatch(given: Sequence[str]) -> int:
         root.epilog = _command_list()
         root.print_help()
         return 0 if options.help else 2
-    with _signals():
+    with clean_end():
         return _run(rest[0], rest[1:])
 
 
@@ -85,28 +82,3 @@ def _command_list() -> str:
     if added:
         lines += ["", "commands of plugins:", *(f"  {each.name:<{width}}  {each.summary}" for each in added)]
     return "\n".join(lines)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, as an exception that no ``except Exception`` on the way swallows."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Terminated
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end a command with one line. Training puts its own handlers in place while it runs."""
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
-        raise Stopped(
-            f"by {number.name}",
-            number=number,
-            hint="what was complete is kept: the same command goes on where it stopped",
-        ) from stop
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from draftsmith.errors import UserError, did_you_mean
 
@@ -151,9 +151,16 @@ def run_plugin_command(item: Command, arguments: Sequence[str]) -> None:
     """Wrap a plugin's function with typer, and call it."""
     import typer
 
+    from draftsmith.cli.signals import clean_end
     from draftsmith.plugins import load_reference
 
     function = load_reference(item.implementation)
+
+    @functools.wraps(function)
+    def guarded(*positional: Any, **named: Any) -> Any:
+        with clean_end():  # inside of typer, which would turn a signal into an exit of its own
+            return function(*positional, **named)
+
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(item.name, help=function.__doc__ or item.summary)(function)
+    app.command(item.name, help=function.__doc__ or item.summary)(guarded)
     app(args=list(arguments), prog_name=f"draftsmith {item.name}")

@@ -212,7 +212,12 @@ class _Resolver:
         return f"default of {algorithm.name} ({self.registry.algorithms.provider(algorithm.name)})"
 
     def options(
-        self, item: api.Item | None, data: Mapping[str, Any], key: str, defaults: Mapping[str, Any] | None = None
+        self,
+        item: api.Item | None,
+        data: Mapping[str, Any],
+        key: str,
+        defaults: Mapping[str, Any] | None = None,
+        defaults_from: str = DEFAULT,
     ) -> Any:
         """An instance of the item's options class, or None after a problem (or where it has no options)."""
         if item is None:
@@ -225,6 +230,9 @@ class _Resolver:
         structurer = Structurer(self.loaded.locate)
         options = structurer.build(cls, {**(defaults or {}), **data}, key)
         self.problems += structurer.problems
+        for name in defaults or ():
+            if name not in data:
+                self.provenance[f"{key}.{name}"] = defaults_from
         self.loaded_options(cls, data, key, item.name)
         return None if options is INVALID or structurer.problems else options
 
@@ -240,16 +248,17 @@ class _Resolver:
     def loss(self, algorithm: api.Algorithm | None) -> tuple[api.Loss | None, dict[str, Any] | None]:
         wanted: NamedConfig | None = self.recipe.loss
         defaults: Mapping[str, Any] = {}
+        origin = DEFAULT
         if wanted is None:
             if algorithm is None:
                 return None, None
             wanted = NamedConfig(name=algorithm.loss)
             self.provenance["loss.name"] = self.default_of(algorithm)
         if algorithm is not None and wanted.name == algorithm.loss:
-            defaults = algorithm.loss_options
+            defaults, origin = algorithm.loss_options, self.default_of(algorithm)
         self.provenance.pop("loss", None)
         loss = self.named(self.registry.losses, wanted.name, "loss.name")
-        options = self.options(loss, wanted.options, "loss.options", defaults)
+        options = self.options(loss, wanted.options, "loss.options", defaults, origin)
         if options is None:
             return loss, {}
         return loss, {each.name: getattr(options, each.name) for each in attrs.fields(type(options))}

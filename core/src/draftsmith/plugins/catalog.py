@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from draftsmith.api import Item
+from draftsmith.api import PROJECT_NAME, Item
 from draftsmith.errors import DraftsmithError, PluginConflictError, UnknownNameError
-from draftsmith.plugins.discovery import Provider
+from draftsmith.plugins.discovery import Provider, normalize
 
 __all__ = ["Catalog", "conflict_error"]
 
@@ -26,7 +26,8 @@ def conflict_error(kind: str, name: str, providers: Sequence[Provider]) -> Plugi
     claims = " and ".join(f"plugin {each.plugin!r} of {each}" for each in providers)
     # Two plugins may share their entry point's name, and then only the distribution tells them apart.
     same_plugin = len({each.plugin for each in providers}) < len(providers)
-    off = [each.distribution if same_plugin else each.plugin for each in providers]
+    others = [each for each in providers if normalize(each.distribution) != PROJECT_NAME] or providers
+    off = [each.distribution if same_plugin else each.plugin for each in others]
     return PluginConflictError(
         f"the {kind} {name!r} is claimed by {claims}",
         hint="switch one off, " + " or ".join(f"--no-plugin {each}" for each in off) + ", or uninstall it",
@@ -46,6 +47,10 @@ class Catalog(Generic[T]):
         """Register. A second claim of a name leaves the name without an owner; see :meth:`conflicts`."""
         self._items[item.name] = item
         self._providers.setdefault(item.name, []).append(provider)
+
+    def reserve(self, name: str, provider: Provider) -> None:
+        """Claim a name for something that is not in the catalog."""
+        self._providers.setdefault(name, []).append(provider)
 
     def conflicts(self) -> list[PluginConflictError]:
         """One error for each name with more than one claim."""

@@ -16,7 +16,7 @@ import attrs
 import pluggy
 from attrs import field, frozen
 
-from draftsmith import api, hookspecs
+from draftsmith import __version__, api, hookspecs
 from draftsmith.errors import DraftsmithError, PluginConflictError, PluginError, UnknownNameError, did_you_mean
 from draftsmith.plugins.catalog import Catalog, conflict_error
 from draftsmith.plugins.discovery import Candidate, ForeignPlugin, Provider, discover, normalize
@@ -26,6 +26,7 @@ __all__ = [
     "BLOCK_VARIABLE",
     "EVENTS",
     "FACETS",
+    "RESERVED_COMMANDS",
     "Facet",
     "LoadedPlugin",
     "PluginRegistry",
@@ -63,6 +64,9 @@ FACETS = (
     Facet("draftsmith_observers", "observers", "observer", api.Observer),
     Facet("draftsmith_commands", "commands", "command", api.Command),
 )
+
+#: Names of the core's own commands, which no plugin may take.
+RESERVED_COMMANDS = ("run", "prepare", "capture", "train", "export", "verify", "lint", "plugins")
 
 #: Observer hooks, in the order of a run.
 EVENTS = (
@@ -264,6 +268,9 @@ def load_plugins(
             continue
         _load(candidate, manager, registry)
 
+    core = Provider(distribution=api.PROJECT_NAME, version=__version__, plugin="builtin")
+    for name in RESERVED_COMMANDS:
+        registry.commands.reserve(name, core)
     for facet in FACETS:
         registry.conflicts.extend(registry.catalog(facet).conflicts())
     if raise_conflicts and registry.conflicts:
