@@ -542,5 +542,9 @@ class HiddenStateTransport(ABC):
         width = {"float32": 4, "float16": 2, "bfloat16": 2}[layout.dtype]
         return tokens * (len(layout.layer_ids) * layout.hidden_size * width + 8) + 256 * samples
 
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be stored; None where the transport cannot say."""
+        return None
+
     def remove_all(self, sample_ids: Iterable[str] | None = None) -> None:
         """Remove these samples, or everything that this capture put."""
