@@ -88,7 +88,7 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
 
     def say(message: str) -> None:
         if console is not None:
-            console.print(message, markup=False, highlight=False)
+            console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     events = open_observers(run)
     started = time.monotonic()

@@ -7,6 +7,7 @@ import random
 
 import attrs
 import torch
+import yaml
 
 from draftsmith.api import CaptureRequirements
 from draftsmith.config.schema import TrainConfig
@@ -101,3 +102,49 @@ def write_conversations(path, count, *, seed=0):
             answer = " ".join(draw.choices(_WORDS, k=draw.randint(5, 40)))
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def write_recipe(folder, verifier_folder, *, conversations=60, train=(), **changes):
+    """A recipe of a whole toy run below *folder*; returns its path. *train*: changes of ``train:``."""
+    write_conversations(folder / "conversations.jsonl", conversations)
+    recipe = {
+        "verifier": str(verifier_folder),
+        "output": str(folder / "run"),
+        "algorithm": "toy",
+        "transport": "toy-files",
+        "observers": [],
+        "data": {"sources": ["conversations.jsonl"], "max_length": 128, "validation_share": 0.2},
+        "vocabulary": {"draft_size": 128},
+        "capture": {"engine": "transformers"},
+        "train": {"epochs": 3, "tokens_per_row": 256, "learning_rate": 1e-3, "validate_every": 5, **dict(train)},
+        **changes,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def resolved(recipe, overrides=()):
+    """The run of a recipe, with the toy plugin found on sys.path."""
+    from draftsmith.config.load import load_recipe
+    from draftsmith.config.resolve import resolve
+    from draftsmith.plugins import load_plugins
+
+    return resolve(load_recipe(recipe, overrides), load_plugins())
+
+
+def prepare_and_capture(recipe, overrides=()):
+    from draftsmith.capture.run import run_capture
+    from draftsmith.data.prepare import run_prepare
+
+    run = resolved(recipe, overrides)
+    run_prepare(run)
+    run_capture(run)
+
+
+def train(recipe, overrides=()):
+    """The train stage, as a start of the command runs it. Module level: other processes are started with it."""
+    from draftsmith.train.run import run_train
+
+    torch.set_num_threads(1)
+    return run_train(resolved(recipe, overrides))
