@@ -23,6 +23,8 @@ _FUNCTIONS: Mapping[str, str] = {
     "export": "draftsmith.checkpoint.export:run_export",
     "verify": "draftsmith.serving.verify:run_verify",
 }
+#: Prints the closing table of a verification.
+_VERIFICATION = "draftsmith.serving.verify:print_verification"
 
 
 def claim_output(run: ResolvedRun) -> None:
@@ -96,5 +98,5 @@ def print_times(console: Console, records: Mapping[str, StageRecord]) -> None:
 
 def print_verification(console: Console, record: StageRecord) -> None:
     """The figures of the verification, last of all."""
-    show: Callable[[Any, StageRecord], None] = load_reference("draftsmith.serving.verify:print_verification")
+    show: Callable[[Any, StageRecord], None] = load_reference(_VERIFICATION)
     show(console, record)
