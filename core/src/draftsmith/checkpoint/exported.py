@@ -323,7 +323,7 @@ def _setup(
         ),
         vocabulary=attrs.evolve(vocabulary, d2t=vocabulary.d2t.to(device), t2d=vocabulary.t2d.to(device)),
         capture=format_.capture(config, facts),
-        mask=load_reference(mask.implementation, expected=MaskRule)(window=getattr(options, "window", None)),
+        mask=load_reference(mask.implementation, expected=MaskRule)(window=algorithm.window(options)),
         architecture=load_reference(architecture.implementation, expected=DraftArchitecture),
         attention="auto",
         compute_dtype=compute_dtype or torch.float32,

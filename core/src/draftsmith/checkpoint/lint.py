@@ -266,6 +266,9 @@ def _check_format(
     present = {name: tensor.spec for name, tensor in header.items()}
     try:
         expected = format_.expected_tensors(config)
+    except CheckpointError as error:
+        yield _from_error(error, f"{CONFIG}: {error.where or ''}".rstrip(": "))
+        return
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         yield _error(
             f"the config does not say which tensors the draft has: {type(error).__name__} {error}",
@@ -276,6 +279,8 @@ def _check_format(
     yield from _compare_tensors(expected, present)
     try:
         yield from format_.lint(config, present, facts)
+    except CheckpointError as error:
+        yield _from_error(error, f"{CONFIG}: {error.where or ''}".rstrip(": "))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         yield _error(f"the config is malformed: {type(error).__name__} {error}", CONFIG, "export again")
 
@@ -333,13 +338,6 @@ def _check_vocabulary(
                 f"draft_vocab_size is {size}, the verifier has {target} tokens", f"{CONFIG}: draft_vocab_size"
             )
             return
-        if size < target and d2t is None:
-            yield _error(
-                f"the draft knows {size} of {target} tokens, and d2t, which says which, is missing; vLLM then takes "
-                "draft ids for the verifier's",
-                where,
-                "export again",
-            )
         if size == target and d2t is not None:
             yield _warning(
                 "d2t is the identity of a full vocabulary, and slows vLLM by a remap of the logits",

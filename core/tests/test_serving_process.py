@@ -1,0 +1,114 @@
+"""Running vLLM in a child: environment, results kept, errors that can be read. (Real engines: tests/.)"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.errors import ServingError
+from draftsmith.serving import vllm_process
+from draftsmith.serving.vllm_process import (
+    DraftCounters,
+    EngineRequest,
+    error_from_log,
+    run_engines,
+    server_command,
+    vllm_environment,
+    vllm_version,
+)
+
+
+def test_the_environment_of_a_cpu_engine(monkeypatch, tmp_path):
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    (tmp_path / "lib").mkdir()
+    assert "LD_PRELOAD" not in vllm_environment(gpu=False)
+    (tmp_path / "lib" / "libiomp5.so").touch()
+    environment = vllm_environment(gpu=False)
+    assert environment["LD_PRELOAD"] == str(tmp_path / "lib" / "libiomp5.so")
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+    monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
+    assert vllm_environment(gpu=False)["LD_PRELOAD"].endswith("libiomp5.so:/lib/other.so")
+    # What the user set stays, and a GPU needs none of it.
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    assert vllm_environment(gpu=False)["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    assert vllm_environment(gpu=True)["LD_PRELOAD"] == "/lib/other.so"
+    assert vllm_environment(gpu=True, v2_runner=True)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_counters_add_up():
+    first = DraftCounters(drafts=4, drafted=12, accepted=6, accepted_per_position=(3, 2, 1))
+    assert first.acceptance_length == 2.5
+    assert first.acceptance_per_position == (0.75, 0.5, 0.25)
+    total = first + DraftCounters.none(3)
+    assert total == first
+    assert DraftCounters.none(3).acceptance_length == 1.0
+    assert (first + first).accepted_per_position == (6, 4, 2)
+
+
+def test_an_error_quotes_its_cause_and_the_end_of_the_log(tmp_path):
+    log = tmp_path / "vllm.log"
+    log.write_text("\n".join([f"line {i}" for i in range(50)] + ["ValueError: no such layer", "bye"]))
+    error = error_from_log("vLLM failed", log, 1)
+    assert "ValueError: no such layer" in error.what
+    assert "bye" in error.what
+    assert "line 10" not in error.what
+    assert error.where == str(log)
+    assert "out of memory" in error_from_log("vLLM failed", tmp_path / "none", -9).what
+    assert "its own word" in error_from_log("vLLM failed", log, 1, "its own word").what
+
+
+def request(name, **engine):
+    return EngineRequest(name=name, engine=engine, prompts=[[1, 2]], sampling={"max_tokens": 1})
+
+
+def test_results_that_are_there_are_not_computed_again(tmp_path, monkeypatch):
+    wanted = request("alone", model="/nowhere")
+    path = tmp_path / f"alone-{vllm_process._digest(wanted, False)}.json"
+    stored = {
+        "outputs": [[5, 6]],
+        "finish_reasons": ["length"],
+        "counters": {"drafts": 2, "drafted": 4, "accepted": 1, "accepted_per_position": [1, 0]},
+        "counters_by_group": {},
+        "eos_token_ids": [2],
+        "load_seconds": 1.0,
+        "generate_seconds": 2.0,
+    }
+    path.write_text(json.dumps(stored))
+    monkeypatch.setattr(vllm_process, "vllm_version", lambda: "1")
+    path.rename(tmp_path / f"alone-{vllm_process._digest(wanted, False)}.json")
+    result = run_engines([wanted], tmp_path)["alone"]
+    assert result.outputs == ((5, 6),)
+    assert result.counters is not None
+    assert result.counters.acceptance_length == 1.5
+    # Another request is another file.
+    assert vllm_process._digest(wanted, False) != vllm_process._digest(request("alone", model="/elsewhere"), False)
+
+
+def test_without_vllm_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_process.importlib.util, "find_spec", lambda name: None)
+    assert vllm_version() is None
+    with pytest.raises(ServingError, match="not installed") as caught:
+        run_engines([request("alone", model="x")], tmp_path)
+    assert "vllm-cpu" in str(caught.value.hint)
+
+
+def test_the_server_is_started_as_a_module():
+    command = server_command(Path("/models/draft"), "--max-model-len", "512")
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert command[3:] == ["--model", "/models/draft", "--max-model-len", "512"]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_model_that_vllm_cannot_load_is_named_with_the_cause(tmp_path):
+    with pytest.raises(ServingError) as caught:
+        run_engines([request("alone", model=str(tmp_path / "nothing"))], tmp_path / "out")
+    assert "engine: alone" in caught.value.what
+    assert "Error" in caught.value.what
+    assert Path(str(caught.value.where)).is_file()

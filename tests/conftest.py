@@ -1,0 +1,95 @@
+"""What several whole-repository tests share: a draft on a tiny random verifier, exported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+
+def _setup(registry, facts, draft_size, **options):
+    import torch
+
+    from draftsmith.interfaces import AlgorithmSetup, VocabularyMap
+    from draftsmith.plugins import load_reference
+    from draftsmith.verifier_weights import load_verifier_weights
+
+    algorithm = registry.algorithms.get("eagle3")
+    chosen = algorithm.options(**options)
+    size = facts.vocab_size
+    # Every other token, and the lowest ones: neighbours among them, as in a real vocabulary.
+    kept = torch.cat([torch.arange(20), torch.arange(20, size, 2)])[:draft_size]
+    kept = torch.arange(size) if draft_size == size else kept
+    t2d = torch.zeros(size, dtype=torch.bool)
+    t2d[kept] = True
+    mask = load_reference(registry.masks.get(algorithm.mask).implementation)
+    return algorithm, AlgorithmSetup(
+        options=chosen,
+        verifier=facts,
+        weights=load_verifier_weights(facts),
+        vocabulary=VocabularyMap(d2t=kept - torch.arange(len(kept)), t2d=t2d),
+        capture=algorithm.requirements(chosen, facts),
+        mask=mask(window=algorithm.window(chosen)),
+        architecture=load_reference(registry.architectures.get(algorithm.architecture).implementation),
+        attention="auto",
+        compute_dtype=torch.float32,
+    )
+
+
+@pytest.fixture(scope="session")
+def registry():
+    from draftsmith.plugins import load_plugins
+
+    return load_plugins()
+
+
+@pytest.fixture(scope="session")
+def tiny_verifier(tmp_path_factory) -> Path:
+    from draftsmith.testing.verifiers import make_tiny_verifier
+
+    return make_tiny_verifier(tmp_path_factory.mktemp("verifier"))
+
+
+@pytest.fixture(scope="session")
+def export_draft(registry):
+    """A function that exports a fresh draft: (folder, verifier, draft_size=…, notes=…, **options)."""
+
+    def export(folder: Path, verifier: Path, *, draft_size=None, name=None, notes=None, seed=0, **options):
+        import torch
+
+        from draftsmith.checkpoint.export import write_export
+        from draftsmith.checkpoint.exported import open_format
+        from draftsmith.interfaces import ExportContext
+        from draftsmith.plugins import load_reference
+        from draftsmith.verifier import read_verifier
+
+        facts = read_verifier(verifier)
+        chosen, setup = _setup(registry, facts, draft_size or facts.vocab_size, **options)
+        torch.manual_seed(seed)
+        algorithm = load_reference(chosen.implementation)(setup)
+        model = algorithm.build_model()
+        steps = chosen.max_speculative_tokens(setup.options)
+        context = ExportContext(setup=setup, verifier_name=name or str(verifier), speculative_tokens=steps)
+        written = {"algorithm": chosen.name, "trained_speculative_tokens": steps, **(notes or {})}
+        config, tensors = write_export(
+            folder, open_format(registry.schemas.get(chosen.schema)), model, context, written
+        )
+        return SimpleNamespace(
+            folder=folder, verifier=verifier, algorithm=algorithm, model=model, config=config, tensors=tensors
+        )
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def exported(export_draft, tiny_verifier, tmp_path_factory):
+    """A good checkpoint with a reduced vocabulary; do not change it."""
+    return export_draft(tmp_path_factory.mktemp("exported"), tiny_verifier, draft_size=128)
+
+
+@pytest.fixture
+def checkpoint_copy(exported, tmp_path) -> Path:
+    """A copy of the good checkpoint, to be damaged."""
+    return Path(shutil.copytree(exported.folder, tmp_path / "checkpoint"))

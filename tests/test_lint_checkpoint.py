@@ -1,0 +1,207 @@
+"""The linter on real exports: silent on a good one, one finding for each way of damaging it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.checkpoint.lint import has_errors, lint_checkpoint
+
+
+def damage(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def layers(config):
+    return config["transformer_layer_config"]
+
+
+def method(config):
+    return config["speculators_config"]["proposal_methods"][0]
+
+
+def absolute_ids(_, tensors):
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+def swap_ids(_, tensors):
+    # Offsets of two draft ids exchanged: in range, and no longer ascending.
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    ids[[30, 31]] = ids[[31, 30]]
+    tensors["d2t"] = ids - torch.arange(len(ids))
+
+
+def other_t2d(_, tensors):
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+CASES = {
+    "missing tensor": (lambda c, t: t.pop("layers.0.hidden_norm.weight"), "error", "hidden_norm.weight [64] is miss"),
+    "missing d2t": (lambda c, t: t.pop("d2t"), "error", "tensor d2t [128] is missing"),
+    "missing head": (lambda c, t: t.pop("lm_head.weight"), "error", "lm_head.weight [128, 64] is missing"),
+    "unexpected tensor": (
+        lambda c, t: t.update({"layers.9.norm": torch.ones(2)}),
+        "error",
+        "unknown to vLLM's loader",
+    ),
+    "prefixed name": (
+        lambda c, t: t.update({"model.norm.weight": t.pop("norm.weight")}),
+        "error",
+        "model.norm.weight",
+    ),
+    "wrong shape": (lambda c, t: t.update({"norm.weight": torch.ones(32).bfloat16()}), "error", "has shape [32]"),
+    "float32": (lambda c, t: t.update({"norm.weight": t["norm.weight"].float()}), "warning", "BF16 is what vLLM"),
+    "integer weight": (
+        lambda c, t: t.update({"norm.weight": torch.ones(64, dtype=torch.int8)}),
+        "error",
+        "a float is",
+    ),
+    "d2t holds target ids": (absolute_ids, "error", "d2t holds target ids"),
+    "d2t out of range": (lambda c, t: t["d2t"].add_(1000), "error", "d2t leads to target ids from"),
+    "d2t not ascending": (swap_ids, "error", "ascending, distinct"),
+    "d2t of another dtype": (lambda c, t: t.update({"d2t": t["d2t"].float()}), "error", "I64 is needed"),
+    "t2d of another map": (other_t2d, "error", "t2d marks"),
+    "t2d of another size": (lambda c, t: t.update({"t2d": t["t2d"][:100].clone()}), "error", "BOOL [320] is needed"),
+    "draft vocabulary too large": (
+        lambda c, t: c.update(draft_vocab_size=999),
+        "error",
+        "the verifier has 320 tokens",
+    ),
+    "layer ids not sorted": (
+        lambda c, t: c["eagle_aux_hidden_state_layer_ids"].reverse(),
+        "error",
+        "not ascending and distinct",
+    ),
+    "layer ids out of range": (
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[2, 4, 60]),
+        "error",
+        "outside the verifier's 8 layers",
+    ),
+    "flag not written": (lambda c, t: c.pop("norm_before_residual"), "warning", "norm_before_residual is not written"),
+    "four taps, three announced": (
+        lambda c, t: layers(c).update(num_aux_hidden_states=4),
+        "error",
+        "it says 4 tapped layers, the list has 3",
+    ),
+    "K beyond trained steps": (lambda c, t: method(c).update(speculative_tokens=7), "warning", "3 were trained"),
+    "K missing": (lambda c, t: method(c).pop("speculative_tokens"), "error", "number of speculative tokens is None"),
+    "no speculators_config": (lambda c, t: c.pop("speculators_config"), "error", "speculators_config is missing"),
+    "no layers": (lambda c, t: c.pop("transformer_layer_config"), "error", "transformer_layer_config is missing"),
+    "verifier not there": (
+        lambda c, t: c["speculators_config"]["verifier"].update(name_or_path="/nowhere/model"),
+        "error",
+        "the verifier cannot be read",
+    ),
+    "verifier elsewhere": (
+        lambda c, t: c["speculators_config"]["verifier"].update(name_or_path="somebody/model"),
+        "warning",
+        "is not on this machine",
+    ),
+    "no verifier": (
+        lambda c, t: c["speculators_config"].pop("verifier"),
+        "error",
+        "verifier.name_or_path is missing",
+    ),
+    "another width": (lambda c, t: c.update(target_hidden_size=96), "error", "the verifier's are 64 wide"),
+    "another vocabulary": (lambda c, t: layers(c).update(vocab_size=128), "error", "the verifier's is 320"),
+    "short positions": (lambda c, t: layers(c).update(max_position_embeddings=16), "warning", "is 16, the verifier's"),
+    "partial rotary": (lambda c, t: layers(c).update(partial_rotary_factor=0.5), "error", "partial rotary (0.5)"),
+    "no theta": (lambda c, t: layers(c)["rope_parameters"].pop("rope_theta"), "error", "rope_theta is missing"),
+    "another theta": (
+        lambda c, t: layers(c)["rope_parameters"].update(rope_theta=5.0),
+        "warning",
+        "rope_theta is 5.0",
+    ),
+    "M-RoPE": (lambda c, t: layers(c)["rope_parameters"].update(mrope_section=[4, 2, 2]), "error", "M-RoPE"),
+    "quantised": (lambda c, t: c.update(quantization_config={"bits": 4}), "error", "quantised verifier"),
+    "quantised layers": (
+        lambda c, t: layers(c).update(quantization_config={"bits": 4}),
+        "error",
+        "quantised verifier",
+    ),
+    "model type": (lambda c, t: c.update(model_type="llama"), "error", "top-level model_type ('llama')"),
+    "no layer type": (lambda c, t: layers(c).pop("model_type"), "error", "no model_type"),
+    "no kind": (lambda c, t: c.pop("speculators_model_type"), "error", "speculators_model_type is missing"),
+    "both norms": (lambda c, t: c.update(fc_norm=True), "error", "exclude each other"),
+}
+
+
+def test_a_good_export_has_no_findings(exported, registry):
+    assert lint_checkpoint(exported.folder, registry) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_fault_is_found_and_explained(name, checkpoint_copy, registry):
+    change, severity, text = CASES[name]
+    damage(checkpoint_copy, change)
+    findings = lint_checkpoint(checkpoint_copy, registry)
+    matching = [finding for finding in findings if text in finding.what]
+    assert matching, "\n".join(map(str, findings))
+    assert matching[0].severity == severity
+    assert matching[0].where
+    assert has_errors(findings) == any(finding.severity == "error" for finding in findings)
+
+
+def test_target_ids_are_told_from_offsets_even_where_they_are_in_range(exported, checkpoint_copy, registry):
+    def low_ids_without_t2d(_, tensors):
+        tensors["d2t"] = torch.arange(128)  # as offsets: ids 0, 2, 4, … 254
+        del tensors["t2d"]
+
+    damage(checkpoint_copy, low_ids_without_t2d)
+    assert any("d2t holds target ids" in finding.what for finding in lint_checkpoint(checkpoint_copy, registry))
+
+
+def test_an_unknown_kind_names_the_distribution(checkpoint_copy, registry):
+    damage(checkpoint_copy, lambda config, _: config.update(speculators_model_type="my_idea"))
+    (finding,) = [each for each in lint_checkpoint(checkpoint_copy, registry) if "my_idea" in each.what]
+    assert finding.severity == "error"
+    assert "pip install draftsmith-my-idea" in finding.hint
+
+
+def test_files_that_cannot_be_read_are_findings(checkpoint_copy, registry):
+    weights = checkpoint_copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert "cut or damaged" in lint_checkpoint(checkpoint_copy, registry)[0].what
+    weights.unlink()
+    assert "no model.safetensors" in lint_checkpoint(checkpoint_copy, registry)[0].what
+    (checkpoint_copy / "config.json").write_text("{")
+    assert "cannot be read" in lint_checkpoint(checkpoint_copy, registry)[0].what
+    (checkpoint_copy / "config.json").unlink()
+    assert "no config.json" in lint_checkpoint(checkpoint_copy, registry)[0].what
+    assert "no such folder" in lint_checkpoint(checkpoint_copy / "nothing", registry)[0].hint
+
+
+def test_full_vocabulary_needs_no_map(export_draft, tiny_verifier, tmp_path, registry):
+    made = export_draft(tmp_path / "full", tiny_verifier)
+    assert lint_checkpoint(made.folder, registry) == []
+    assert not {"d2t", "t2d", "lm_head.weight"} & made.tensors.keys()
+    damage(made.folder, lambda c, t: t.update({"d2t": torch.zeros(320, dtype=torch.int64)}))
+    assert any("identity" in finding.what for finding in lint_checkpoint(made.folder, registry))
+
+
+def test_the_command_exits_with_2_on_errors_and_needs_no_torch(exported, checkpoint_copy):
+    def run(folder):
+        script = (
+            "import sys; from draftsmith.cli import main\n"
+            "try: sys.exit(main())\n"
+            "finally: assert 'torch' not in sys.modules, 'torch was imported'"
+        )
+        command = [sys.executable, "-c", script, "lint", str(folder)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    good = run(exported.folder)
+    assert good.returncode == 0, good.stdout + good.stderr
+    damage(checkpoint_copy, lambda _, tensors: tensors.pop("d2t"))
+    bad = run(checkpoint_copy)
+    assert bad.returncode == 2, bad.stdout + bad.stderr
+    assert "d2t" in bad.stdout
+    assert "Traceback" not in bad.stderr
