@@ -221,7 +221,9 @@ class RowWriter:
                 chosen = [index for index, each in enumerate(validation) if each is wanted]
                 target = self._folder / name
                 shutil.rmtree(target, ignore_errors=True)
-                rows.select(chosen, keep_in_memory=True).save_to_disk(str(target))
+                # Without rows the library would write no file at all, and could not read that again.
+                shards = None if chosen else 1
+                rows.select(chosen, keep_in_memory=True).save_to_disk(str(target), num_shards=shards)
         finally:
             if had_bars:
                 datasets.enable_progress_bars()
