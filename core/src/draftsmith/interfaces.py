@@ -189,7 +189,7 @@ class Slots(NamedTuple):
         step: 0 for rows with the verifier's features, k >= 1 for the k-th drafted continuation.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody asks a slot for
     document: Tensor
     position: Tensor
     step: Tensor
