@@ -14,6 +14,7 @@ from draftsmith.testing.algorithm import (
     AlgorithmTests,
     CheckpointTests,
     LeakTests,
+    LearningTests,
     Material,
     PackingTests,
     ReplayTests,

@@ -202,7 +202,7 @@ def _vocabulary(material: Material, draft_size: int | None) -> VocabularyMap:
         t2d[:] = True
     else:
         # The supervised tokens first, then a scattered rest: neighbours and gaps both occur.
-        used = torch.cat([each.token_ids[each.loss_mask] for each in material.documents]).unique()
+        used = torch.unique(torch.cat([each.token_ids[each.loss_mask] for each in material.documents]))
         rest = torch.randperm(total, generator=torch.Generator().manual_seed(1))
         order = list(dict.fromkeys([*used[::2].tolist(), *rest.tolist()]))
         t2d[torch.tensor(order[:draft_size])] = True
@@ -573,7 +573,7 @@ class LearningTests(_CaseTests):
             if bool(scored.correct[scored.kept].all()) and float(scored.loss.detach().mean()) < 0.05:
                 break
             optimizer.zero_grad()
-            case.algorithm.objective(slots, scored, loss)[0].backward()
+            case.algorithm.objective(slots, scored, loss)[0].backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         first = (slots.step == 0) & scored.kept
         assert float(scored.correct[first].float().mean()) > 0.95
