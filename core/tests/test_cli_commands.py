@@ -155,7 +155,7 @@ def test_plugins_show_has_options_with_type_default_and_description(capsys):
     for text in (
         "plugin tinker  (draftsmith-tinker 2.5)",
         "steps: integer, default 3\n            steps that are trained",
-        "layer_ids: list[integer, …], default [1, 2]",
+        "layer_ids: list[integer], default [1, 2]",
         "flavour: plain | spicy, default plain",
         "scale: number | null, default null",
         "guarantees:     persistent, random_access, concurrent_writers",

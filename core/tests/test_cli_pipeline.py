@@ -12,7 +12,7 @@ from rich.console import Console
 from draftsmith import pipeline
 from draftsmith.config.load import load_recipe
 from draftsmith.config.resolve import resolve
-from draftsmith.errors import DataError, OutputError
+from draftsmith.errors import DataError, FingerprintMismatch, OutputError
 from draftsmith.plugins import load_plugins, load_reference
 from draftsmith.progress import format_count, format_seconds, stage_progress
 from draftsmith.stages import STAGES, Stage, StageRecord
@@ -25,8 +25,9 @@ def _stage(name: str):
 
     def run_it(run, console=None, *, overwrite: bool = False) -> StageRecord:
         calls.append((name, overwrite))
-        stage = Stage(name, run.folders.output / name)
-        stage.begin({"name": name}, overwrite=overwrite)
+        stage = Stage(name, getattr(run.folders, pipeline._FOLDERS[name]))
+        if stage.begin({"epochs": run.recipe.train.epochs}, overwrite=overwrite) == "complete":
+            return stage.record()
         return stage.finish({"figure": 1.5})
 
     return run_it
@@ -98,6 +99,26 @@ def test_the_output_says_what_was_resolved(run, stages):
     assert {"plugin": "tinker", "distribution": "draftsmith-tinker", "version": "2.5"} in record["plugins"]
     assert record["verifier"]["fingerprint"] == run.verifier.fingerprint
     pipeline.run_all(run, None, stages=["prepare"])  # its own output is no obstacle
+
+
+def test_what_is_complete_is_said_to_be(run, stages):
+    out = io.StringIO()
+    pipeline.run_all(run, Console(file=out, width=80), stages=["prepare"])
+    assert "not run again" not in out.getvalue()
+    pipeline.run_all(run, Console(file=out, width=80), stages=["prepare", "capture"])
+    assert "prepare: complete, with the same inputs; not run again" in out.getvalue()
+    assert "capture: complete" not in out.getvalue()
+
+
+def test_a_stage_that_refuses_other_inputs_leaves_the_record_of_the_run(run, stages, recipe):
+    pipeline.run_all(run, None, stages=["prepare"])
+    before = (run.folders.output / "run.json").read_text()
+    other = resolve(load_recipe(recipe, ["train.epochs=9"]), run.registry)
+    with pytest.raises(FingerprintMismatch):
+        pipeline.run_all(other, None, stages=["prepare"])
+    assert (run.folders.output / "run.json").read_text() == before
+    pipeline.run_all(other, None, stages=["prepare"], overwrite=True)
+    assert json.loads((run.folders.output / "run.json").read_text())["recipe"]["train"]["epochs"] == 9
 
 
 def test_a_folder_with_something_else_is_refused_untouched(run, stages):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.resolve import RUN_FILE, ResolvedRun
 from draftsmith.errors import OutputError
 from draftsmith.plugins import load_reference
-from draftsmith.stages import FILE, STAGES, StageRecord, write_json_atomically
+from draftsmith.stages import FILE, STAGES, Stage, StageRecord, write_json_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,12 +24,20 @@ _FUNCTIONS: Mapping[str, str] = {
     "export": "draftsmith.checkpoint.export:run_export",
     "verify": "draftsmith.serving.verify:run_verify",
 }
+#: Attribute of :class:`~draftsmith.stages.RunFolders` with each stage's folder.
+_FOLDERS: Mapping[str, str] = {
+    "prepare": "prepared",
+    "capture": "states",
+    "train": "training",
+    "export": "checkpoint",
+    "verify": "verification",
+}
 #: Prints the closing table of a verification.
 _VERIFICATION = "draftsmith.serving.verify:print_verification"
 
 
 def claim_output(run: ResolvedRun) -> None:
-    """Write ``run.json`` into the output folder: the resolved recipe, plugins and versions.
+    """Make sure that the output folder is this run's to write to, and leave a first ``run.json`` there.
 
     Raises:
         OutputError: the folder holds something that is not of a run, or cannot be written to.
@@ -47,7 +56,13 @@ def claim_output(run: ResolvedRun) -> None:
             where=str(output),
             hint="choose another output, or move what is there away",
         )
-    write_json_atomically(output / RUN_FILE, run.record())
+    if not (output / RUN_FILE).exists():
+        write_run_file(run)
+
+
+def write_run_file(run: ResolvedRun) -> None:
+    """``run.json``: the resolved recipe, where each value came from, plugins and versions."""
+    write_json_atomically(run.folders.output / RUN_FILE, run.record())
 
 
 def run_all(
@@ -70,29 +85,38 @@ def run_all(
     claim_output(run)
     wanted = list(STAGES) if stages is None else [name for name in STAGES if name in stages]
     records: dict[str, StageRecord] = {}
+    spent: dict[str, float] = {}
     for name in wanted:
         if console is not None and len(wanted) > 1:
             console.rule(f"[bold]{name}", align="left")
+        before = Stage(name, getattr(run.folders, _FOLDERS[name])).record()
+        started = time.monotonic()
         stage: Callable[..., StageRecord] = load_reference(_FUNCTIONS[name])
         records[name] = stage(run, console, overwrite=overwrite)
+        spent[name] = time.monotonic() - started
+        # Written again after a stage, not before: one that refuses other inputs leaves the record of what is there.
+        write_run_file(run)
+        if console is not None and before is not None and before.complete and before == records[name]:
+            console.print(f"{name}: complete, with the same inputs; not run again", markup=False, highlight=False)
     if console is not None and len(wanted) > 1:
-        print_times(console, records)
+        print_times(console, records, spent)
     if console is not None and "verify" in records:
         print_verification(console, records["verify"])
     return records
 
 
-def print_times(console: Console, records: Mapping[str, StageRecord]) -> None:
-    """Seconds by stage, over all starts of each."""
+def print_times(console: Console, records: Mapping[str, StageRecord], spent: Mapping[str, float]) -> None:
+    """Seconds by stage: of this command, and over all starts."""
     from rich.table import Table
 
-    table = Table(title="Time by stage", title_justify="left")
+    table = Table(title="Time by stage, in seconds", title_justify="left")
     table.add_column("stage")
-    table.add_column("seconds", justify="right")
+    table.add_column("this time", justify="right")
+    table.add_column("all starts", justify="right")
     for name, record in records.items():
-        table.add_row(name, f"{record.seconds:.1f}")
+        table.add_row(name, f"{spent[name]:.1f}", f"{record.seconds:.1f}")
     table.add_section()
-    table.add_row("total", f"{sum(record.seconds for record in records.values()):.1f}")
+    table.add_row("total", f"{sum(spent.values()):.1f}", f"{sum(each.seconds for each in records.values()):.1f}")
     console.print(table)
 
 

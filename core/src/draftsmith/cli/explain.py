@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.load import DEFAULT, leaves
@@ -29,11 +30,7 @@ def _outer(key: str, run: ResolvedRun) -> str:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def print_explanation(run: ResolvedRun) -> None:

@@ -49,7 +49,7 @@ def describe_type(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " | ".join(describe_type(each) for each in arguments)
     if origin in (tuple, list, Sequence, frozenset, set):
-        inner = ", ".join("…" if each is Ellipsis else describe_type(each) for each in arguments)
+        inner = ", ".join(describe_type(each) for each in arguments if each is not Ellipsis)
         return f"list[{inner}]"
     if origin in (dict, Mapping):
         return f"mapping[{', '.join(describe_type(each) for each in arguments)}]"
