@@ -158,6 +158,15 @@ def test_blocking_or_allowing_what_is_not_installed_is_an_error(site):
         load_plugins(only=["quite_new"])
 
 
+def test_a_variable_that_names_what_is_not_installed_is_remarked_on(site, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_PLUGINS", "builtin nothing")
+    monkeypatch.setenv("DRAFTSMITH_DISABLE_PLUGINS", "less-than-nothing")
+    assert load_plugins().notes == [
+        "DRAFTSMITH_DISABLE_PLUGINS names 'less-than-nothing', which is not installed",
+        "DRAFTSMITH_PLUGINS names 'nothing', which is not installed",
+    ]
+
+
 def test_asking_for_a_plugin_that_is_switched_off_says_who_did_it(site):
     site.install_loss("draftsmith-focal", "focal", "focal_loss")
     with pytest.raises(PluginError, match="--no-plugin focal") as caught:

@@ -54,6 +54,8 @@ def print_all(registry: PluginRegistry) -> None:
     ]
     for state, name, provider, reason in aside:
         print(f"{name}  ({provider})  {state}: {reason}")
+    for remark in registry.notes:
+        print(f"note: {remark}")
     for conflict in registry.conflicts:
         print(f"conflict: {conflict}")
 
@@ -169,5 +171,6 @@ def overview(registry: PluginRegistry) -> dict[str, Any]:
         "quarantined": [{**who(each.provider), "reason": each.reason} for each in registry.quarantined],
         "switched_off": [{**who(each.provider), "reason": each.reason} for each in registry.switched_off],
         "other_api": [{**who(each.provider), "reason": each.reason} for each in registry.foreign],
+        "notes": registry.notes,
         "conflicts": [each.what for each in registry.conflicts],
     }

@@ -265,6 +265,8 @@ class _Resolver:
 
     def transport(self) -> api.Transport | None:
         catalog = self.registry.transports
+        if self.is_broken("transport"):
+            return None
         if self.recipe.transport is not None:
             transport = self.named(catalog, self.recipe.transport.name, "transport.name")
         else:

@@ -157,6 +157,8 @@ class PluginRegistry:
         self.switched_off: list[SwitchedOffPlugin] = []
         self.foreign: list[ForeignPlugin] = []
         self.conflicts: list[PluginConflictError] = []
+        #: Remarks on the environment's lists: names there that mean nothing here.
+        self.notes: list[str] = []
 
     def catalog(self, facet: Facet) -> Catalog[Any]:
         """The catalog of one registration hook."""
@@ -255,6 +257,13 @@ def load_plugins(
         if not any(provider.answers_to(name) for provider in everyone):
             raise UnknownNameError("plugin", name, [each.plugin for each in everyone], where="--no-plugin")
 
+    # A flag or recipe that names what is not there is an error; a variable may serve several environments.
+    for variable in (BLOCK_VARIABLE, ALLOW_VARIABLE):
+        registry.notes += [
+            f"{variable} names {name!r}, which is not installed"
+            for name in _names_in(variable) or ()
+            if not any(provider.answers_to(name) for provider in everyone)
+        ]
     kept = _filter(found.candidates, blocked, allowed, registry)
     manager = pluggy.PluginManager(api.PROJECT_NAME)
     manager.add_hookspecs(hookspecs)
