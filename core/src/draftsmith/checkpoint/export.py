@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Mapping
@@ -194,7 +195,8 @@ def write_tensors_atomically(path: Path, tensors: Mapping[str, Tensor]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
         if full:
             raise DiskSpaceError("no room for the exported weights", where=str(path), hint="make room") from error
