@@ -111,11 +111,14 @@ def masked_attention(
 _COMPILED: dict[str, Any] = {}
 
 
-def _compiled_flex() -> Any:
-    # Compiled once per process: uncompiled, flex attention materialises the scores that it exists to avoid.
-    if "flex" not in _COMPILED:
-        from torch.nn.attention.flex_attention import flex_attention
+def _flex_kernel(device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
 
+    if device.type == "cpu":
+        # Uncompiled: a check of values only. torch's CPU template has no backward pass, and does not compile every mask.
+        return flex_attention
+    if "flex" not in _COMPILED:
+        # Once per process. Lengths change from row to row and step to step, so they are dynamic.
         _COMPILED["flex"] = torch.compile(flex_attention, dynamic=True)
     return _COMPILED["flex"]
 
@@ -125,7 +128,7 @@ def _flex_attention(
 ) -> Tensor:
     mask = flex_block_mask(rule, query_slots, key_slots)
     batched = [each.transpose(0, 1)[None] for each in (query, key, value)]
-    output: Tensor = _compiled_flex()(*batched, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+    output: Tensor = _flex_kernel(query.device)(*batched, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
     return output[0].transpose(0, 1)
 
 

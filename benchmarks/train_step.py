@@ -1,0 +1,243 @@
+"""EAGLE-3 training steps, ours and the peer's, in turn on the same rows. One JSON line a case and side.
+
+    python benchmarks/train_step.py --peer-python /path/to/peer/bin/python
+    python benchmarks/train_step.py --tokens 1024 --draft-vocabulary 8192            # ours alone
+
+Each measurement runs in a process of its own, so that its peak memory is its own. Times are of whole optimiser steps:
+forward over all steps of training-time test, loss, metrics, backward, clipping, AdamW. Ours runs in the dtype that
+`compute_dtype: auto` chooses; the peer in its default (bf16 autocast) and in float32, which is the faster one on CPUs
+without bf16 matrix instructions. After each case a line compares ours with the peer's *faster* dtype.
+
+The share of the matmul peak is (floating-point operations of the step's matrix products and attention, as torch's
+counter sees them) / (step time x rate of a 1024 x 576 x 8192 product measured beside it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verifier", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--conversations", type=Path, default=ROOT / "examples" / "data" / "smollm2_conversations.jsonl"
+    )
+    parser.add_argument("--data", type=Path, default=Path(tempfile.gettempdir()) / "draftsmith-benchmark")
+    parser.add_argument("--peer-python", type=Path, default=None)
+    parser.add_argument("--peer-dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 2048])
+    parser.add_argument("--draft-vocabulary", type=int, nargs="*", default=[8192, 49152])
+    parser.add_argument("--ttt-steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.one:
+        print(json.dumps(measure(arguments)))
+        return
+    from bench_data import ensure_data
+
+    ensure_data(arguments.data, arguments.verifier, arguments.conversations, max(arguments.tokens))
+    for vocabulary in arguments.draft_vocabulary:
+        for tokens in arguments.tokens:
+            case(arguments, tokens, vocabulary)
+
+
+def case(arguments: argparse.Namespace, tokens: int, vocabulary: int) -> None:
+    shared = [
+        *("--data", str(arguments.data), "--verifier", str(arguments.verifier), "--tokens", str(tokens)),
+        *("--draft-vocabulary", str(vocabulary), "--ttt-steps", str(arguments.ttt_steps)),
+        *("--warmup", str(arguments.warmup), "--steps", str(arguments.steps)),
+    ]
+    ours = run([sys.executable, str(HERE / "train_step.py"), "--one", *shared])
+    if arguments.peer_python is None:
+        return
+    peers = [
+        run([str(arguments.peer_python), str(HERE / "peer_step.py"), "--dtype", dtype, *shared])
+        for dtype in arguments.peer_dtypes
+    ]
+    peers = [each for each in peers if "error" not in each]
+    if "error" in ours or not peers:
+        return
+    best = min(peers, key=lambda each: each["step_s"])
+    comparison = {
+        "case": f"{tokens} tokens, draft vocabulary {vocabulary}",
+        "peer_dtype": best["dtype"],
+        "times_tokens_per_s": round(ours["tokens_per_s"] / best["tokens_per_s"], 2),
+        "times_cpu": round(best["cpu_s"] / ours["cpu_s"], 2),
+        "share_of_added_memory": round(ours["added_mib"] / best["added_mib"], 2),
+    }
+    print(json.dumps(comparison), flush=True)
+
+
+def run(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    result = json.loads(lines[-1]) if lines else {"error": done.stderr.strip()[-400:], "command": command}
+    print(json.dumps(result), flush=True)
+    return dict(result)
+
+
+# --- our side ---------------------------------------------------------------------------------------------------
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from draftsmith.config.schema import TrainConfig
+    from draftsmith.train.optimizers import build_optimizers
+    from draftsmith.train.setup import count_parameters
+    from draftsmith.train.step import train_step
+
+    tokens, vocabulary = arguments.tokens[0], arguments.draft_vocabulary[0]
+    objective, row, slots = build(arguments.data, arguments.verifier, tokens, vocabulary, arguments.ttt_steps)
+    optimizers = build_optimizers(objective.model, TrainConfig(), {vocabulary})
+
+    def step() -> float:
+        generator = torch.Generator().manual_seed(0)
+        result = train_step(objective, optimizers, [row], [generator], clip_norm=1.0)
+        total, count = result.pairs["loss"].tolist()
+        return float(total / count)
+
+    rates = [matmul_rate(objective.compute_dtype)]
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building
+    before = memory("VmRSS")
+    seconds, cpu, losses = [], [], []
+    for _ in range(arguments.warmup + arguments.steps):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        losses.append(step())
+        seconds.append(time.perf_counter() - started)
+        cpu.append(time.process_time() - cpu_started)
+    added = memory("VmHWM") - before
+    rates.append(matmul_rate(objective.compute_dtype))
+    with FlopCounterMode(display=False) as counter:
+        step()
+    median = statistics.median(seconds[arguments.warmup :])
+    rate = statistics.mean(rates)
+    return {
+        "side": "draftsmith",
+        "dtype": str(objective.compute_dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "documents": len(row.sample_ids),
+        "supervised": int(row.loss_mask.sum()),
+        "slots": slots,
+        "draft_vocabulary": vocabulary,
+        "ttt_steps": arguments.ttt_steps,
+        "step_s": round(median, 3),
+        "step_min_s": round(min(seconds[arguments.warmup :]), 3),
+        "cpu_s": round(statistics.median(cpu[arguments.warmup :]), 3),
+        "tokens_per_s": round(tokens / median, 1),
+        "added_mib": round(added),
+        "gflop": round(counter.get_total_flops() / 1e9, 1),
+        "matmul_gflop_per_s": round(rate / 1e9, 1),
+        "share_of_matmul_peak": round(counter.get_total_flops() / median / rate, 3),
+        "trainable_m": round(count_parameters(objective.model).trainable / 1e6, 2),
+        "loss": [round(each, 4) for each in losses],
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def build(data: Path, verifier: Path, tokens: int, vocabulary_size: int, ttt_steps: int) -> tuple[Any, Any, int]:
+    """(objective, packed row with the teacher's statistics, slots of a step), from the installed plugin by name."""
+    import attrs
+    import torch
+    from bench_data import pack_documents, read_counts
+
+    from draftsmith.data.vocabulary import build_vocabulary
+    from draftsmith.device import resolve_dtype
+    from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, DraftArchitecture, MaskRule, PositionLoss
+    from draftsmith.plugins import load_plugins, load_reference
+    from draftsmith.train.scoring import Teacher
+    from draftsmith.train.setup import build_draft
+    from draftsmith.train.step import Objective
+    from draftsmith.verifier import read_verifier
+    from draftsmith.verifier_weights import load_verifier_weights
+
+    device = torch.device("cpu")
+    dtype = resolve_dtype("auto", device)
+    registry = load_plugins()
+    item = registry.algorithms.get("eagle3")
+    options = item.options(ttt_steps=ttt_steps)
+    facts = read_verifier(verifier)
+    weights = load_verifier_weights(facts)
+    size = None if vocabulary_size >= facts.vocab_size else vocabulary_size
+    vocabulary = build_vocabulary(read_counts(data), size)
+    setup = AlgorithmSetup(
+        options=options,
+        verifier=facts,
+        weights=weights,
+        vocabulary=vocabulary,
+        capture=item.requirements(options, facts),
+        mask=load_reference(registry.masks.get(item.mask).implementation, expected=MaskRule)(window=None),
+        architecture=load_reference(
+            registry.architectures.get(item.architecture).implementation, expected=DraftArchitecture
+        ),
+        attention="auto",
+        compute_dtype=dtype,
+    )
+    algorithm = load_reference(item.implementation, expected=DraftAlgorithm)(setup)
+    model = build_draft(algorithm, device, seed=0)
+    model.train()
+    loss = load_reference(registry.losses.get(item.loss).implementation, expected=PositionLoss)()
+    teacher = Teacher(weights, vocabulary, device=device, compute_dtype=dtype)
+    row = pack_documents(data, tokens)
+    # Computed at capture, once for all epochs: no part of a step.
+    token, logsumexp = teacher.statistics(row.last_hidden)
+    row = attrs.evolve(row, teacher_token=token, teacher_logsumexp=logsumexp)
+    with torch.no_grad():
+        slots = algorithm.forward(model, algorithm.make_batch(row, torch.Generator())).teacher_row.shape[0]
+    objective = Objective(
+        algorithm=algorithm,
+        model=model,
+        teacher=teacher,
+        loss=loss,
+        reduction=item.reduction,
+        out_of_vocabulary="renormalise",
+        compute_dtype=dtype,
+    )
+    return objective, row, slots
+
+
+def matmul_rate(dtype: Any) -> float:
+    """FLOP/s of a 1024 x 576 by 576 x 8192 product, the best of five."""
+    import torch
+
+    x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(8192, 576, dtype=dtype)
+    out = torch.empty(1024, 8192, dtype=dtype)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        torch.mm(x, weight.t(), out=out)
+        times.append(time.perf_counter() - started)
+    return 2 * 1024 * 576 * 8192 / min(times)
+
+
+def memory(field: str) -> float:
+    """MiB of VmRSS or VmHWM."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    return float("nan")
+
+
+if __name__ == "__main__":
+    main()
