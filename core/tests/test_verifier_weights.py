@@ -1,4 +1,4 @@
-"""The teacher's tensors: with them and the captured last state, the verifier's own logits come out, in every family."""
+"""The teacher's tensors: with them and the captured last state, the verifier's own logits come out."""
 
 from __future__ import annotations
 

@@ -132,14 +132,14 @@ class Eagle3Checkpoint(CheckpointFormat):
         state = model.state_dict()
         given = {_canonical(name): tensor for name, tensor in tensors.items()}
         mapping = {name: given.pop(name) for name in ("d2t", "t2d") if name in given}
-        unknown = sorted(set(given) - set(state))
-        missing = sorted(set(state) - set(given) - {"embed_tokens.weight", "lm_head.weight"})
-        if unknown or missing:
+        problems = {
+            "unknown": sorted(set(given) - set(state)),
+            "missing": sorted(set(state) - set(given) - {"embed_tokens.weight", "lm_head.weight"}),
+        }
+        found = [f"{len(names)} {kind}, such as {names[0]}" for kind, names in problems.items() if names]
+        if found:
             raise CheckpointError(
-                "; ".join(
-                    [f"{len(unknown)} unknown tensors, such as {unknown[0]}"] * bool(unknown)
-                    + [f"{len(missing)} missing, such as {missing[0]}"] * bool(missing)
-                ),
+                f"tensors: {'; '.join(found)}",
                 where="model.safetensors",
                 hint="do configuration and tensors belong together? `draftsmith lint` compares all of them",
             )

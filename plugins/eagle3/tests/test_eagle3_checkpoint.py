@@ -1,0 +1,232 @@
+"""Options, the exported configuration, and what lint finds in broken ones."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.errors import CheckpointError
+from draftsmith.interfaces import ExportContext, TensorSpec
+from draftsmith.testing.algorithm import AlgorithmCase, Material, make_material, slot_logits, tiny_case
+from draftsmith_eagle3.checkpoint import Eagle3Checkpoint
+from draftsmith_eagle3.options import Eagle3Options, check, default_layer_ids, requirements
+
+Config = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return make_material(tmp_path_factory.mktemp("verifier"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def case(material: Material) -> AlgorithmCase:
+    return tiny_case(material, "eagle3", draft_size=64)
+
+
+def context(case: AlgorithmCase, **changes: Any) -> ExportContext:
+    values: dict[str, Any] = {"verifier_name": "some/verifier", "speculative_tokens": 3}
+    return ExportContext(setup=case.algorithm.setup, **{**values, **changes})
+
+
+def specs(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(shape=tuple(each.shape)) for name, each in tensors.items()}
+
+
+# --- options ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "ids"),
+    [(36, (2, 18, 33)), (30, (2, 15, 27)), (8, (2, 4, 5)), (6, (2, 3)), (4, (1, 2)), (2, (0, 1)), (1, (0,))],
+)
+def test_default_layer_ids(layers: int, ids: tuple[int, ...]) -> None:
+    assert default_layer_ids(layers) == ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer_ids": (4, 2)}, "ascending"),
+        ({"layer_ids": (2, 2)}, "ascending"),
+        ({"layer_ids": ()}, "no layer"),
+        ({"layer_ids": (2, 8)}, "outside"),
+        ({"layer_ids": (-1, 2)}, "outside"),
+        ({"fc_norm": True}, "exclude"),
+        ({"layer_overrides": {"hidden_size": 32}}, "width"),
+        ({"layer_overrides": {"num_key_value_heads": 3}}, "divide"),
+        ({"layer_overrides": {"head_dim": 31}}, "odd"),
+        ({"layer_overrides": {"sliding_window": 4}}, "option of its own"),
+    ],
+)
+def test_options_that_cannot_work(material: Material, options: dict[str, Any], message: str) -> None:
+    problems = check(Eagle3Options(**options), material.facts)
+    assert any(message in each.what and each.where for each in problems), problems
+
+
+def test_good_options_have_no_problems(material: Material) -> None:
+    assert not check(Eagle3Options(), material.facts)
+    assert requirements(Eagle3Options(), material.facts).ids(8) == (2, 4, 5, 8)
+
+
+@pytest.mark.parametrize("values", [{"ttt_steps": 0}, {"step_decay": 0.0}, {"layer_type": "gemma"}, {"window": 0}])
+def test_values_out_of_range_are_refused_at_once(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(values))):
+        Eagle3Options(**values)
+
+
+def test_plugin_and_options_import_no_torch() -> None:
+    code = "import draftsmith_eagle3.plugin, sys; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+def test_every_flag_is_written(case: AlgorithmCase) -> None:
+    config = case.format.config(context(case))
+    for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        assert config[flag] is getattr(case.algorithm.setup.options, flag)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert config["draft_vocab_size"] == 64
+    assert "model_type" not in config
+    layers = config["transformer_layer_config"]
+    assert layers["num_aux_hidden_states"] == 3
+    assert layers["vocab_size"] == 320
+    assert layers["head_dim"] == 32
+    assert layers["max_position_embeddings"] == 512
+
+
+def test_shared_tensors_are_left_out_where_vllm_shares_them(material: Material) -> None:
+    full, reduced = tiny_case(material, "eagle3"), tiny_case(material, "eagle3", draft_size=64)
+    names = {
+        key: set(each.format.tensors(each.algorithm.build_model(), context(each)))
+        for key, each in {"full": full, "reduced": reduced}.items()
+    }
+    assert not names["full"] & {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+    assert names["reduced"] - names["full"] == {"lm_head.weight", "d2t", "t2d"}
+    with_embedding = full.format.tensors(full.algorithm.build_model(), context(full, include_embedding=True))
+    assert torch.equal(with_embedding["embed_tokens.weight"], material.weights.embed_tokens)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def test_first_checkpoints_names_and_flags_are_read(material: Material) -> None:
+    """`midlayer.`, no nested configuration, no flags: then all of them are off."""
+    off = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
+    case = tiny_case(material, "eagle3", options=off, draft_size=64)
+    model = case.algorithm.build_model()
+    written = case.format.config(context(case))
+    config = {**written["transformer_layer_config"], "draft_vocab_size": 64}
+    options = Eagle3Checkpoint().options(config)
+    assert {name: options[name] for name in (*off, "fc_norm")} == {**off, "fc_norm": False}
+    tensors = {
+        name.replace("layers.0.", "midlayer."): each
+        for name, each in case.format.tensors(model, context(case)).items()
+    }
+    torch.manual_seed(1)
+    loaded = case.algorithm.build_model()
+    Eagle3Checkpoint().load(loaded, tensors, config)
+    batch = case.algorithm.make_batch(case.row, torch.Generator())
+    got, want = (slot_logits(case.algorithm.forward(each, batch)) for each in (loaded, model))
+    assert torch.equal(got, want)
+
+
+def test_missing_flags_are_read_as_vllm_reads_them(case: AlgorithmCase) -> None:
+    config = case.format.config(context(case))
+    for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        del config[flag]
+    options = case.format.options(config)
+    assert options["norm_before_residual"] is True
+    assert not any(options[flag] for flag in ("norm_before_fc", "fc_norm", "norm_output"))
+
+
+@pytest.mark.parametrize("change", ["drop", "add", "reshape"])
+def test_tensors_that_do_not_fit_are_refused(case: AlgorithmCase, change: str) -> None:
+    model = case.algorithm.build_model()
+    tensors = case.format.tensors(model, context(case))
+    if change == "drop":
+        del tensors["layers.0.hidden_norm.weight"]
+    elif change == "add":
+        tensors["layers.7.bias"] = torch.zeros(1)
+    else:
+        tensors["fc.weight"] = torch.zeros(2, 2)
+    with pytest.raises(CheckpointError, match=r"hidden_norm|layers\.7|fc\.weight"):
+        case.format.load(model, tensors, case.format.config(context(case)))
+
+
+# --- lint -------------------------------------------------------------------------------------------------------
+
+
+def _set(*path: str, value: Any) -> Callable[[Config], None]:
+    def change(config: Config) -> None:
+        for key in path[:-1]:
+            config = config[key]
+        if value is None:
+            config.pop(path[-1], None)
+        else:
+            config[path[-1]] = value
+
+    return change
+
+
+LAYERS = "transformer_layer_config"
+
+
+@pytest.mark.parametrize(
+    ("change", "severity", "message"),
+    [
+        (_set("norm_before_residual", value=None), "warning", "vLLM takes True"),
+        (_set("norm_output", value=None), "warning", "vLLM takes False"),
+        (_set("fc_norm", value=True), "error", "exclude"),
+        (_set("eagle_aux_hidden_state_layer_ids", value=None), "warning", "n//2"),
+        (_set("eagle_aux_hidden_state_layer_ids", value=[5, 2, 4]), "error", "permuted"),
+        (_set("eagle_aux_hidden_state_layer_ids", value=[2, 4, 12]), "error", "outside"),
+        (_set("eagle_aux_hidden_state_layer_ids", value=[2, 4]), "error", "the list has 2"),
+        (_set(LAYERS, "hidden_act", value="gelu"), "error", "silu"),
+        (_set(LAYERS, "head_dim", value=None), "warning", "head_dim"),
+        (_set(LAYERS, "attention_bias", value=True), "error", "biases"),
+        (_set(LAYERS, "layer_types", value=["full_attention"] * 2), "error", "layer types"),
+        (_set(LAYERS, "layer_types", value=["sliding_attention"]), "error", "without a window"),
+        (_set(LAYERS, "max_position_embeddings", value=128), "warning", "longest position"),
+    ],
+)
+def test_lint(case: AlgorithmCase, change: Callable[[Config], None], severity: str, message: str) -> None:
+    config = case.format.config(context(case))
+    present = specs(case.format.tensors(case.algorithm.build_model(), context(case)))
+    verifier = case.algorithm.setup.verifier
+    assert not case.format.lint(config, present, verifier)
+    broken = copy.deepcopy(config)
+    change(broken)
+    findings = case.format.lint(broken, present, verifier)
+    assert any(each.severity == severity and message in each.what for each in findings), findings
+
+
+def test_lint_misses_the_number_of_taps_where_vllm_would_take_three(material: Material) -> None:
+    case = tiny_case(material, "eagle3", options={"layer_ids": (1, 3)}, draft_size=64)
+    config = case.format.config(context(case))
+    del config[LAYERS]["num_aux_hidden_states"]
+    findings = case.format.lint(config, {}, case.algorithm.setup.verifier)
+    assert [each.severity for each in findings if "assumes 3" in each.what] == ["error"]
+
+
+def test_a_verifier_without_a_head_to_share(material: Material, tmp_path: Path) -> None:
+    import attrs
+
+    case = tiny_case(material, "eagle3")
+    present = specs(case.format.tensors(case.algorithm.build_model(), context(case)))
+    config = case.format.config(context(case))
+    cohere = attrs.evolve(material.facts, model_type="cohere2")
+    assert any("no head to share" in each.what for each in case.format.lint(config, present, cohere))
+    setup = attrs.evolve(case.algorithm.setup, verifier=cohere)
+    model = case.algorithm.build_model()
+    with_head = case.format.tensors(model, ExportContext(setup=setup, verifier_name="x", speculative_tokens=3))
+    assert "lm_head.weight" in with_head
