@@ -90,10 +90,9 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
         if console is not None:
             console.print(message, markup=False, highlight=False, soft_wrap=True)
 
-    events = open_observers(run)
+    events = _Events(open_observers(run))
     started = time.monotonic()
     outcome: Literal["completed", "stopped", "failed"] = "failed"
-    step = 0
     try:
         # Signals are noted from here on: one that comes while the weights load stops before the first step.
         with StopRequest(say) as stop, deterministic_algorithms():
@@ -101,13 +100,14 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
             training = prepare_training(run)
             _describe(training, say)
             state = _train(run, training, stop, events, console, say)
-        step, outcome = state.step, "completed"
         record = stage.finish(_summary(training, state))
+        outcome = "completed"
     except Stopped:
         outcome = "stopped"
         raise
     finally:
-        events.run_finished(api.RunFinished(step=step, outcome=outcome, seconds=time.monotonic() - started))
+        seconds = time.monotonic() - started
+        events.observers.run_finished(api.RunFinished(step=events.step, outcome=outcome, seconds=seconds))
     return record
 
 
@@ -179,7 +179,7 @@ def _train(
     run: ResolvedRun,
     training: Training,
     stop: StopRequest,
-    events: Dispatcher,
+    events: _Events,
     console: Console | None,
     say: Callable[[str], None],
 ) -> TrainingState:
@@ -209,7 +209,8 @@ def _train(
             console=console,
             warn=say,
         )
-        events.run_started(
+        events.step = state.step
+        events.observers.run_started(
             api.RunStarted(
                 output=run.folders.output,
                 recipe=run.resolved_recipe(),
@@ -221,6 +222,21 @@ def _train(
         )
         training.model.train()
         return train(job, state, saved=state.step if found is not None else -1)
+
+
+class _Events:
+    """Passes events of the loop on to the observers, and remembers the last step for the end of the run."""
+
+    def __init__(self, observers: Dispatcher) -> None:
+        self.observers = observers
+        self.step = 0
+
+    def step_finished(self, event: api.StepFinished) -> None:
+        self.step = event.step
+        self.observers.step_finished(event)
+
+    def checkpoint_saved(self, event: api.CheckpointSaved) -> None:
+        self.observers.checkpoint_saved(event)
 
 
 def _restore(training: Training, found: TrainingCheckpoint) -> TrainingState:
