@@ -70,7 +70,7 @@ def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Ma
         "tags: [speculative-decoding, draft-model]",
         "---",
         "",
-        f"# A {run.algorithm.name} draft for {run.verifier.path.name}",
+        f"# {run.verifier.path.name}: a draft model ({run.algorithm.name})",
         "",
         f"{run.algorithm.summary}. It proposes {plan.num_speculative_tokens} tokens a round, which the verifier "
         "checks: what is served is the verifier's output, sooner.",

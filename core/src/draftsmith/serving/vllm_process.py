@@ -295,10 +295,14 @@ def error_from_log(what: str, log: Path, returncode: int | None, cause: str = ""
         cause = f"ended by signal {-returncode}" + (" (out of memory?)" if returncode == -signal.SIGKILL else "")
     shown = "\n    ".join(line.rstrip() for line in lines[-8:])
     return ServingError(
-        f"{what}: {cause or f'exit status {returncode}'}\n    {shown}".rstrip(),
+        f"{what}: {cause or _exit_status(returncode)}\n    {shown}".rstrip(),
         where=str(log),
         hint="the whole output is in that file",
     )
+
+
+def _exit_status(returncode: int | None) -> str:
+    return "it is still running" if returncode is None else f"exit status {returncode}"
 
 
 def _counters(value: Mapping[str, Any] | None) -> DraftCounters | None:
