@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from draftsmith import api
 from draftsmith.errors import PluginConflictError, PluginError, UnknownNameError
 from draftsmith.interfaces import PositionLoss
-from draftsmith.plugins import load_plugins, load_reference
+from draftsmith.plugins import discovery, load_plugins, load_reference
 from draftsmith.plugins.discovery import discover
 
 HEADER = """
@@ -305,6 +306,38 @@ def test_of_two_installations_of_one_distribution_the_first_on_the_path_counts(s
     monkeypatch.syspath_prepend(str(second.folder))
     found = [each.provider.version for each in discover().candidates if each.name == "focal"]
     assert found == ["2.0"]
+
+
+def test_a_plugin_in_a_zip_file_is_found_too(site, tmp_path, monkeypatch):
+    packed = type(site)(tmp_path / "packed")
+    packed.folder.mkdir()
+    packed.install_loss("draftsmith-zipped", "zipped", "zipped_loss", version="6.0")
+    archive = shutil.make_archive(str(tmp_path / "plugins"), "zip", packed.folder)
+    monkeypatch.syspath_prepend(archive)
+    registry = load_plugins()
+    assert str(registry.losses.provider("zipped_loss")) == "draftsmith-zipped 6.0"
+    assert "ce" in registry.losses
+
+
+def test_reading_folders_finds_what_importlib_metadata_finds(site):
+    site.install_loss("draftsmith-focal", "focal", "focal_loss")
+    site.install("draftsmith-future", {"future": "fake_future"}, group="draftsmith.v2", version="0.3")
+    fast = [(each.name, each.version, *each.entry_points()) for each in discovery._in_folders()]
+    slow = [(each.name, each.version, *each.entry_points()) for each in discovery._by_importlib_metadata()]
+    assert sorted(fast) == sorted(slow)
+    assert ("draftsmith-future", "0.3", ("draftsmith.v2", "future", "fake_future")) in fast
+
+
+def test_comments_extras_and_attributes_of_entry_points(site):
+    source = (
+        "from draftsmith import api\nfrom draftsmith.hookspecs import hookimpl\n"
+        "class Plugin:\n    @hookimpl\n    def draftsmith_losses(self):\n"
+        "        return [api.Loss(name='inside', summary='', implementation='a:B')]\nplugin = Plugin()\n"
+    )
+    site.install("draftsmith-odd", {"odd": "fake_odd:plugin [train]"}, modules={"fake_odd": source})
+    (points,) = site.folder.glob("*.dist-info/entry_points.txt")
+    points.write_text("# a comment = x\n[console_scripts]\nodd = fake_odd:main\n\n" + points.read_text())
+    assert "inside" in load_plugins().losses
 
 
 def test_the_registry_can_be_sent_to_another_process(site):

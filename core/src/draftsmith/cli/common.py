@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -139,6 +140,7 @@ def run_stages(stages: Sequence[str], arguments: argparse.Namespace) -> None:
 
     from draftsmith.pipeline import run_all
 
+    gc.enable()
     run_all(run, Console(), overwrite=arguments.overwrite, stages=stages)
 
 
@@ -157,6 +159,7 @@ def run_plugin_command(item: Command, arguments: Sequence[str]) -> None:
     from draftsmith.plugins import load_reference
 
     function = load_reference(item.implementation)
+    gc.enable()
 
     @functools.wraps(function)
     def guarded(*positional: Any, **named: Any) -> Any:

@@ -6,11 +6,14 @@ recognised here and reported, never imported.
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
-from typing import Any
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import importlib_metadata
-from attrs import field, frozen
+from attrs import frozen
 
 from draftsmith.api import API_MAJOR, PROJECT_NAME
 
@@ -46,11 +49,18 @@ class Candidate:
 
     provider: Provider
     reference: str
-    entry_point: Any = field(eq=False, repr=False)
 
     @property
     def name(self) -> str:
         return self.provider.plugin
+
+    def load(self) -> Any:
+        """Import the module (or the attribute of one) that the entry point names."""
+        module, _, attribute = self.reference.partition(":")
+        value: Any = importlib.import_module(module)
+        for part in attribute.split(".") if attribute else ():
+            value = getattr(value, part)
+        return value
 
 
 @frozen(kw_only=True)
@@ -79,26 +89,110 @@ def discover() -> Discovery:
     candidates: list[Candidate] = []
     foreign: list[ForeignPlugin] = []
     seen: set[str] = set()
-    for distribution in importlib_metadata.distributions():
-        # Looking at the raw text first spares parsing the metadata of every installed distribution (an environment
-        # with vLLM has about 200), and with it most of the time of `draftsmith --help`.
-        text = distribution.read_text("entry_points.txt")
-        if not text or f"{PROJECT_NAME}.v" not in text:
+    for found in _installed():
+        if normalize(found.name) in seen:
             continue
-        name = distribution.metadata["Name"] or "unknown"
-        if normalize(name) in seen:
-            continue
-        seen.add(normalize(name))
-        for entry_point in distribution.entry_points:
-            group = _GROUP.fullmatch(entry_point.group)
-            if group is None:
+        seen.add(normalize(found.name))
+        for group, plugin, reference in found.entry_points():
+            match = _GROUP.fullmatch(group)
+            if match is None:
                 continue
-            provider = Provider(distribution=name, version=distribution.version or "?", plugin=entry_point.name)
-            if int(group[1]) == API_MAJOR:
-                candidates.append(Candidate(provider=provider, reference=entry_point.value, entry_point=entry_point))
+            provider = Provider(distribution=found.name, version=found.version, plugin=plugin)
+            if int(match[1]) == API_MAJOR:
+                candidates.append(Candidate(provider=provider, reference=reference))
             else:
-                foreign.append(ForeignPlugin(provider=provider, major=int(group[1])))
+                foreign.append(ForeignPlugin(provider=provider, major=int(match[1])))
     return Discovery(
         candidates=tuple(sorted(candidates, key=lambda each: (each.name, each.provider.distribution))),
         foreign=tuple(sorted(foreign, key=lambda each: (each.provider.plugin, each.provider.distribution))),
     )
+
+
+# --- reading metadata -------------------------------------------------------------------------------------------
+#
+# An environment with vLLM has some 200 distributions, of which a handful are plugins. importlib-metadata finds them
+# all, and importing it alone takes a tenth of the time in which `draftsmith --help` has to answer. So where every
+# entry of sys.path is a plain folder and nobody has added a finder of distributions, the folders are looked through
+# directly; anything else (zip files, frozen applications) is importlib-metadata's to read.
+
+
+class _Metadata(NamedTuple):
+    """The texts of a distribution that mention a group of ours."""
+
+    metadata: str
+    points: str
+
+    @property
+    def name(self) -> str:
+        return self._header("Name") or "unknown"
+
+    @property
+    def version(self) -> str:
+        return self._header("Version") or "?"
+
+    def _header(self, key: str) -> str | None:
+        for line in self.metadata.splitlines():
+            if not line.strip():
+                break  # the headers end, the description begins
+            if line.lower().startswith(f"{key.lower()}:"):
+                return line.partition(":")[2].strip()
+        return None
+
+    def entry_points(self) -> Iterator[tuple[str, str, str]]:
+        """(group, name, reference) of each, extras left out."""
+        group = ""
+        for raw in self.points.splitlines():
+            line = raw.strip()
+            if line.startswith("[") and line.endswith("]"):
+                group = line[1:-1].strip()
+            elif "=" in line and not line.startswith(("#", ";")):
+                name, _, reference = line.partition("=")
+                yield group, name.strip(), reference.partition("[")[0].strip()
+
+
+def _installed() -> Iterator[_Metadata]:
+    """Distributions with an entry point of ours, in order of ``sys.path``."""
+    return _in_folders() if _only_folders() else _by_importlib_metadata()
+
+
+def _only_folders() -> bool:
+    usual = ("importlib", "_frozen_importlib", "_frozen_importlib_external", "importlib_metadata")
+    for finder in sys.meta_path:
+        home = getattr(finder, "__module__", None) or type(finder).__module__
+        if hasattr(finder, "find_distributions") and home.partition(".")[0] not in usual:
+            return False
+    return not any(os.path.isfile(entry) for entry in sys.path)
+
+
+def _in_folders() -> Iterator[_Metadata]:
+    for entry in sys.path:
+        try:
+            names = sorted(os.listdir(entry or "."))
+        except OSError:
+            continue
+        for name in names:
+            if not name.endswith((".dist-info", ".egg-info")):
+                continue
+            folder = os.path.join(entry, name)
+            points = _read(os.path.join(folder, "entry_points.txt"))
+            if f"{PROJECT_NAME}.v" in points:
+                metadata = "METADATA" if name.endswith(".dist-info") else "PKG-INFO"
+                yield _Metadata(_read(os.path.join(folder, metadata)), points)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _by_importlib_metadata() -> Iterator[_Metadata]:
+    import importlib_metadata
+
+    for distribution in importlib_metadata.distributions():
+        points = distribution.read_text("entry_points.txt") or ""
+        if f"{PROJECT_NAME}.v" in points:
+            metadata = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+            yield _Metadata(metadata, points)

@@ -362,7 +362,7 @@ def _broken(provider: Provider, what: str, hint: str | None = None) -> PluginErr
 
 def _import(candidate: Candidate) -> Any:
     try:
-        return candidate.entry_point.load()
+        return candidate.load()
     # A plugin's module may fail in any way, even by exiting; none of it may take the command down with it.
     except (Exception, SystemExit) as error:
         raise _broken(
