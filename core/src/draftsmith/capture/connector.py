@@ -35,7 +35,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from draftsmith.capture.address import TransportAddress
 from draftsmith.capture.engines.messages import token_digest
-from draftsmith.errors import SampleCorrupt
+from draftsmith.capture.finite import refusal
 from draftsmith.interfaces import HiddenStateSample, HiddenStateWriter
 
 if TYPE_CHECKING:
@@ -268,10 +268,13 @@ class _Worker:
         sample = HiddenStateSample(
             sample_id=ready.sample_id, token_ids=torch.tensor(ready.token_ids), hidden_states=states
         )
+        reason = refusal(states)
+        if reason is not None:
+            self._report(ready.sample_id, "refused", reason)
+            return
         try:
             self._writer.put(sample)
-        except SampleCorrupt as error:
-            self._report(ready.sample_id, "refused", error.what)
+            self._writer.flush()
         except Exception as error:
             self._report(ready.sample_id, "failed", getattr(error, "what", None) or str(error), type(error).__name__)
             raise

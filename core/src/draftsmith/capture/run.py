@@ -164,7 +164,7 @@ class _Capture:
 
     def _say(self, message: str) -> None:
         if self.console is not None:
-            self.console.print(message, markup=False, highlight=False)
+            self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def _capture_missing(self, rows: _Rows) -> None:
         with self.transport.reader(self.layout) as reader:

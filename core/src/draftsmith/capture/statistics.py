@@ -196,7 +196,7 @@ def compute_statistics(
             if not torch.equal(sample.token_ids, token_ids):
                 raise SampleCorrupt("its states were captured from other tokens", sample_id=sample_id)
         except (SampleCorrupt, SampleMissing) as error:
-            bad[sample_id] = error.what
+            bad[sample_id] = error.what.removeprefix(f"sample {sample_id}: ")
             continue
         batch.append(sample)
         size += len(token_ids)

@@ -6,18 +6,18 @@ Used in whatever process runs the verifier (vLLM's worker or the transformers en
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 from collections.abc import Iterable
 from typing import BinaryIO
 
 import torch
 
+from draftsmith.capture.finite import refusal
 from draftsmith.errors import SampleCorrupt, TransportError
 from draftsmith.interfaces import HiddenStateSample, HiddenStateWriter, StateLayout
 from draftsmith_hs_file import wire
 from draftsmith_hs_file.options import FileOptions
-from draftsmith_hs_file.store import SUFFIX, Store, sync_folder, write_atomically
+from draftsmith_hs_file.store import Store, file_identity, sync_folder, write_atomically
 
 __all__ = ["FileWriter", "compact", "compact_samples"]
 
@@ -92,9 +92,9 @@ def checked(sample: HiddenStateSample, layout: StateLayout) -> tuple[torch.Tenso
             sample_id=sample.sample_id,
         )
     states = states.detach().cpu().contiguous()
-    if not wire.all_finite(states):
-        bad = int((~torch.isfinite(states)).sum())
-        raise SampleCorrupt(f"{bad} of {states.numel()} values are not finite", sample_id=sample.sample_id)
+    reason = refusal(states)
+    if reason is not None:
+        raise SampleCorrupt(reason, sample_id=sample.sample_id)
     return token_ids.cpu().contiguous(), states
 
 
@@ -128,16 +128,17 @@ def _open_loose(store: Store, sample_id: str) -> tuple[wire.WireFile, wire.Entry
 
 
 def _publish_shard(store: Store, group: list[tuple[wire.WireFile, wire.Entry]], options: FileOptions) -> None:
-    name = secrets.token_hex(16) + SUFFIX
+    name = store.new_shard_name()
     _write_shard(store, name, group, options)
-    gone = []
-    for _file, entry in group:
+    deleted = []
+    for file, entry in group:
         try:
             store.loose_path(entry.sample_id).unlink()
         except FileNotFoundError:
-            gone.append(entry.sample_id)  # deleted (or compacted by somebody else) meanwhile: not ours to bring back
-    if gone:
-        store.mark_removed(name, gone)
+            if store.was_deleted(entry.sample_id, file_identity(file.status)):
+                deleted.append(entry.sample_id)  # meanwhile, and not ours to bring back
+    if deleted:
+        store.mark_removed(name, deleted)
 
 
 def _write_shard(store: Store, name: str, group: list[tuple[wire.WireFile, wire.Entry]], options: FileOptions) -> None:
@@ -204,5 +205,5 @@ def _rewrite_sparse_shards(store: Store, options: FileOptions) -> None:
             if len(intact) < len(living):
                 continue
             if intact:
-                _write_shard(store, secrets.token_hex(16) + SUFFIX, intact, options)
+                _write_shard(store, store.new_shard_name(source=name), intact, options)
             store.drop_shard(name)

@@ -2,16 +2,18 @@
 
     layout.json          the capture's layout; compared on every open
     loose/<id>.hs        one sample each, written under another name, synced, then renamed
-    shards/<uuid>.hs     many samples each; never changed once named
-    removed/<uuid>.txt   "<shard> <sample id>" lines: samples of a shard that were deleted
+    shards/<n>-<uuid>.hs many samples each; never changed once named
+    removed/<uuid>.txt   "<shard> <sample id>" lines: samples of a shard that were deleted; and
+                         "<inode>-<time of writing> <sample id>" lines: loose files that were deleted
 
 Only three operations are relied on: creating a file, renaming it within its folder, removing it. All three are
 atomic on local and network file systems; no locks are taken.
 
 Why the order of steps is what it is. Compaction names the shard first and removes the loose files after, so that a
 sample is always in one of both; a reader that finds neither looks at the shards again, which settles the race. A
-deletion removes the loose file first and marks the shards after; a compaction that finds a loose file gone when it
-wants to remove it marks its own copy, so that a deleted sample does not come back.
+deletion notes which loose file it is about to remove, removes it, and marks the shards after. A compaction that finds
+a loose file gone when it wants to remove it looks for such a note: with one, the sample was deleted, and it marks its
+own copy; without, another compaction was faster, and two copies do no harm.
 """
 
 from __future__ import annotations
@@ -36,11 +38,18 @@ from draftsmith.interfaces import StateLayout
 from draftsmith.stages import differences
 from draftsmith_hs_file.wire import Entry, FormatError, WireFile, is_sample_id
 
-__all__ = ["Place", "Store", "sync_folder", "write_atomically"]
+__all__ = ["Place", "Store", "file_identity", "sync_folder", "write_atomically"]
 
 SUFFIX = ".hs"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _STALE_SECONDS = 24 * 3600.0
+#: No compaction of one shard takes longer; notes about loose files are kept as long.
+_COMPACTION_SECONDS = 3600.0
+
+
+def file_identity(status: os.stat_result) -> str:
+    """Tells this file from another that is later put in its place."""
+    return f"{status.st_ino}-{status.st_mtime_ns}"
 
 
 def sync_folder(folder: Path) -> None:
@@ -108,6 +117,8 @@ class Store:
         self.shards = folder / "shards"
         self.removed = folder / "removed"
         self._index: dict[str, tuple[str, Entry]] = {}
+        #: shards of the few samples that are in several: the greatest name counts (see :meth:`new_shard_name`)
+        self._copies: dict[str, dict[str, Entry]] = {}
         self._seen: set[str] = set()
         self._dead: set[tuple[str, str]] = set()
         self._removed_sizes: dict[str, int] = {}
@@ -193,7 +204,8 @@ class Store:
         present = {name for name in _names(self.shards) if name.endswith(SUFFIX)}
         gone = self._seen - present
         if gone:
-            self._index = {each: place for each, place in self._index.items() if place[0] not in gone}
+            for sample_id in [each for each, place in self._index.items() if place[0] in gone] + list(self._copies):
+                self._drop(sample_id, gone)
             self._seen -= gone
             for name in gone:
                 self.damaged.pop(name, None)
@@ -212,8 +224,43 @@ class Store:
                 raise_other_layout(shard.layout, self.layout, str(shard.path))
             for sample_id, entry in shard.entries.items():
                 if (name, sample_id) not in self._dead:
-                    self._index[sample_id] = (name, entry)
+                    self._add(sample_id, name, entry)
         self._seen.add(name)
+
+    def _add(self, sample_id: str, name: str, entry: Entry) -> None:
+        known = self._index.get(sample_id)
+        if known is None:
+            self._index[sample_id] = (name, entry)
+        elif known[0] != name:
+            copies = self._copies.setdefault(sample_id, {known[0]: known[1]})
+            copies[name] = entry
+            best = max(copies)
+            self._index[sample_id] = (best, copies[best])
+
+    def _drop(self, sample_id: str, shards: set[str]) -> None:
+        """Forget that these shards hold a sample."""
+        known = self._index.get(sample_id)
+        if known is None:
+            return
+        copies = {
+            name: entry for name, entry in self._copies.pop(sample_id, dict([known])).items() if name not in shards
+        }
+        if len(copies) > 1:
+            self._copies[sample_id] = copies
+        if copies:
+            best = max(copies)
+            self._index[sample_id] = (best, copies[best])
+        else:
+            del self._index[sample_id]
+
+    def new_shard_name(self, source: str | None = None) -> str:
+        """A name for a shard that is new, or rewritten from the shard *source*.
+
+        Names are ordered by generation, and a rewritten shard's is one higher than its source's. So where several
+        compactions see several copies of a sample, all agree which one counts, and none removes the last.
+        """
+        generation = 0 if source is None else int(source.partition("-")[0]) + 1
+        return f"{generation:06d}-{secrets.token_hex(12)}{SUFFIX}"
 
     def _read_removed(self) -> None:
         for name in _names(self.removed):
@@ -233,9 +280,7 @@ class Store:
 
     def _forget(self, shard: str, sample_id: str) -> None:
         self._dead.add((shard, sample_id))
-        known = self._index.get(sample_id)
-        if known is not None and known[0] == shard:
-            del self._index[sample_id]
+        self._drop(sample_id, {shard})
 
     def shard_contents(self) -> dict[str, list[str]]:
         """Shard → the living samples that are found in it."""
@@ -261,39 +306,36 @@ class Store:
     # --- removing -----------------------------------------------------------------------------------------------
 
     def delete(self, sample_id: str) -> None:
+        path = self.loose_path(sample_id)
         with contextlib.suppress(FileNotFoundError):
-            self.loose_path(sample_id).unlink()
+            self._note([f"{file_identity(path.stat())} {sample_id}"], fsync=False)
+            path.unlink()
         self.refresh()
-        known = self._index.get(sample_id)
-        while known is not None:  # a sample can be in two shards after a compaction that was killed
+        while (known := self._index.get(sample_id)) is not None:  # in several shards, after a killed compaction
             self.mark_removed(known[0], [sample_id])
-            self._reread(sample_id)
-            known = self._index.get(sample_id)
-
-    def _reread(self, sample_id: str) -> None:
-        for name in self._seen - self.damaged.keys():
-            if (name, sample_id) in self._dead:
-                continue
-            with contextlib.suppress(FileNotFoundError, FormatError):
-                entry = WireFile(self.shards / name).entries.get(sample_id)
-                if entry is not None:
-                    self._index[sample_id] = (name, entry)
-                    return
 
     def mark_removed(self, shard: str, sample_ids: list[str]) -> None:
         """Note that samples of a shard are deleted; the note is complete when this returns."""
+        self._note([f"{shard} {sample_id}" for sample_id in sample_ids], fsync=True)
+        for sample_id in sample_ids:
+            self._forget(shard, sample_id)
+
+    def was_deleted(self, sample_id: str, identity: str) -> bool:
+        """Whether somebody deleted this very loose file."""
+        self._read_removed()
+        return (identity, sample_id) in self._dead
+
+    def _note(self, lines: list[str], *, fsync: bool) -> None:
         self.removed.mkdir(parents=True, exist_ok=True)
-        lines = "".join(f"{shard} {sample_id}\n" for sample_id in sample_ids)
         path = self.removed / self._notes  # its own file: no two writers append to one
         try:
             with open(path, "a", encoding="ascii") as file:
-                file.write(lines)
+                file.write("".join(line + "\n" for line in lines))
                 file.flush()
-                os.fsync(file.fileno())
+                if fsync:
+                    os.fsync(file.fileno())
         except OSError as error:
             _raise_write_error(error, path)
-        for sample_id in sample_ids:
-            self._forget(shard, sample_id)
 
     def drop_shard(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -308,10 +350,12 @@ class Store:
                         (folder / name).unlink()
         present = set(_names(self.shards))
         for name in _names(self.removed):
+            path = self.removed / name
             with contextlib.suppress(FileNotFoundError):
-                lines = (self.removed / name).read_text(encoding="ascii").splitlines()
-                if not any(line.partition(" ")[0] in present for line in lines):
-                    (self.removed / name).unlink()
+                about = {line.partition(" ")[0] for line in path.read_text(encoding="ascii").splitlines()}
+                recent = time.time() - path.stat().st_mtime < _COMPACTION_SECONDS
+                if not about & present and not (recent and any(not each.endswith(SUFFIX) for each in about)):
+                    path.unlink()
 
     def remove_everything(self) -> None:
         for folder in (self.loose, self.shards, self.removed):

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from draftsmith.api import VerifierFacts
 from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Done, Request, batches_by_length
+from draftsmith.capture.finite import refusal
 from draftsmith.device import fast_bfloat16, resolve_device
-from draftsmith.errors import SampleCorrupt, VerifierError
+from draftsmith.errors import VerifierError
 from draftsmith.interfaces import HiddenStateSample, HiddenStateWriter
 
 __all__ = [
@@ -244,11 +245,12 @@ class TransformersEngine(CaptureEngine):
                 token_ids=token_ids[row, : lengths[row]],
                 hidden_states=states[row, : lengths[row]],
             )
-            try:
-                self._writer.put(sample)
-                stored.append(request.sample_id)
-            except SampleCorrupt as error:
-                refused[request.sample_id] = error.what
+            reason = refusal(sample.hidden_states)
+            if reason is not None:
+                refused[request.sample_id] = reason
+                continue
+            self._writer.put(sample)
+            stored.append(request.sample_id)
         self._writer.flush()
         seconds = time.monotonic() - started
         return Done(stored=tuple(stored), refused=refused, tokens=sum(lengths), seconds=seconds)

@@ -1,0 +1,207 @@
+"""The transformers engine against transformers' own outputs, for every family; batches; the choice of engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftsmith.api import CaptureRequirements, VerifierFacts
+from draftsmith.capture.engines import Request, batches_by_length, choose_engine
+from draftsmith.capture.engines.messages import token_digest
+from draftsmith.capture.engines.transformers import (
+    find_decoder,
+    hidden_states,
+    load_verifier,
+    own_dtype,
+    verifier_dtype,
+)
+from draftsmith.capture.finite import all_finite, refusal
+from draftsmith.capture.plan import check_verifier, human_bytes, human_seconds
+from draftsmith.errors import ServingError, VerifierError
+from draftsmith.testing.verifiers import FAMILIES, make_tiny_verifier
+from draftsmith.verifier import read_verifier
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {family: make_tiny_verifier(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def llama(folders: dict[str, Path]) -> VerifierFacts:
+    return read_verifier(folders["llama"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_those_of_the_model(folders: dict[str, Path], family: str) -> None:
+    """ids 0 … n-1 equal transformers' hidden states; the final norm of id n gives its last one; padding changes
+    nothing."""
+    model = load_verifier(folders[family], dtype=torch.float32, device=torch.device("cpu"))
+    decoder = find_decoder(model)
+    count = len(decoder.layers)
+    lengths = (11, 7, 1)
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.zeros(3, 11, dtype=torch.int64)
+    mask = torch.zeros(3, 11, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        token_ids[row, :length] = torch.randint(10, 200, (length,), generator=generator)
+        mask[row, :length] = True
+    states = hidden_states(model, token_ids, mask, range(count + 1))
+    assert states.shape[:3] == (3, 11, count + 1)
+    for row, length in enumerate(lengths):
+        with torch.inference_mode():
+            theirs = decoder.module(
+                input_ids=token_ids[row : row + 1, :length], output_hidden_states=True, use_cache=False
+            ).hidden_states
+            ours = states[row, :length]
+            for layer_id in range(count):
+                torch.testing.assert_close(ours[:, layer_id], theirs[layer_id][0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(decoder.norm(ours[:, count]), theirs[count][0], rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(ours[:, count], theirs[count][0], rtol=1e-2, atol=1e-3)
+
+
+def test_ids_come_in_the_order_asked_for(folders: dict[str, Path]) -> None:
+    model = load_verifier(folders["llama"], dtype=torch.float32, device=torch.device("cpu"))
+    tokens = torch.arange(20, 29)[None]
+    everything = hidden_states(model, tokens, None, range(len(find_decoder(model).layers) + 1))
+    assert torch.equal(hidden_states(model, tokens, None, (3, 0, 1)), everything[:, :, [3, 0, 1]])
+    with pytest.raises(VerifierError, match="not all within"):
+        hidden_states(model, tokens, None, (0, 99))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_without_decoder_layers_is_refused(folders: dict[str, Path]) -> None:
+    model = load_verifier(folders["llama"], dtype=torch.float32, device=torch.device("cpu"))
+    del find_decoder(model).module.norm
+    with pytest.raises(VerifierError, match="final norm side by side"):
+        find_decoder(model)
+
+
+def test_a_model_that_cannot_be_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model", "architectures": ["Nothing"]}')
+    with pytest.raises(VerifierError, match="transformers cannot load the verifier"):
+        load_verifier(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_auto_dtype_is_the_verifiers_own_where_that_is_fast(llama: VerifierFacts) -> None:
+    cpu = torch.device("cpu")
+    fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    assert verifier_dtype("auto", torch.bfloat16, cpu) == (torch.bfloat16 if fast else torch.float32)
+    assert verifier_dtype("auto", torch.float32, cpu) == torch.float32
+    assert verifier_dtype("auto", None, cpu) == torch.float32
+    assert verifier_dtype("bfloat16", torch.float32, cpu) == torch.bfloat16
+    published = evolve(llama, text_config={**llama.text_config, "dtype": "bfloat16"})
+    assert own_dtype(published) == torch.bfloat16
+    assert own_dtype(evolve(llama, text_config={"torch_dtype": "torch.float16"})) == torch.float16
+    assert own_dtype(evolve(llama, text_config={})) is None
+
+
+# --- batches and messages ---------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 1000))
+def test_batches_hold_every_row_once_within_the_limit(lengths: list[int], limit: int) -> None:
+    requests = [Request(f"{number:032x}", [7] * length) for number, length in enumerate(lengths)]
+    batches = batches_by_length(requests, limit)
+    assert sorted(each.sample_id for batch in batches for each in batch) == [each.sample_id for each in requests]
+    for batch in batches:
+        longest = max(len(each.token_ids) for each in batch)
+        assert len(batch) == 1 or len(batch) * longest <= limit
+    order = [len(each.token_ids) for batch in batches for each in batch]
+    assert order == sorted(order, reverse=True)
+
+
+@given(st.lists(st.integers(0, 2**31)), st.lists(st.integers(0, 2**31)))
+def test_digests_tell_token_rows_apart(first: list[int], second: list[int]) -> None:
+    assert (token_digest(first) == token_digest(second)) == (first == second)
+
+
+@given(
+    bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=64),
+    finite=st.booleans(),
+)
+def test_finite_means_finite(bits: list[int], finite: bool) -> None:
+    values = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    if finite:
+        values = torch.nan_to_num(values, nan=1.0)
+    assert all_finite(values) == all(map(bool, torch.isfinite(values)))
+
+
+def test_finite_values_whose_sum_overflows_are_finite() -> None:
+    assert all_finite(torch.full((4,), torch.finfo(torch.float32).max))
+    assert refusal(torch.tensor([1.0, float("inf"), float("nan")])) == "2 of 3 values are not finite"
+
+
+# --- what cannot be captured ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"layers_block_type": ["mamba", "attention"]},
+        {"mamba_d_state": 16},
+        {"linear_num_key_heads": 4},
+    ],
+)
+def test_hybrid_verifiers_are_refused(llama: VerifierFacts, config: dict[str, object]) -> None:
+    hybrid = evolve(llama, text_config={**llama.text_config, **config})
+    with pytest.raises(VerifierError, match="hybrid verifiers is not supported"):
+        check_verifier(hybrid, CaptureRequirements(layer_ids=(1,)))
+
+
+def test_sliding_windows_are_no_hybrid(folders: dict[str, Path]) -> None:
+    for family in FAMILIES:
+        check_verifier(read_verifier(folders[family]), CaptureRequirements(layer_ids=(0, 1)))
+
+
+def test_encoders_are_refused(llama: VerifierFacts) -> None:
+    with pytest.raises(VerifierError, match="decoder-only"):
+        check_verifier(evolve(llama, text_config={"is_encoder_decoder": True}), CaptureRequirements(layer_ids=(1,)))
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 5])
+def test_layer_ids_beyond_the_verifier_are_refused(llama: VerifierFacts, beyond: int) -> None:
+    with pytest.raises(VerifierError, match="do not fit"):
+        check_verifier(llama, CaptureRequirements(layer_ids=(1, llama.num_layers + beyond)))
+
+
+def test_the_engine_is_probed_without_importing_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found(folder: Path | None) -> None:
+        spec = None
+        if folder is not None:
+            spec = ModuleSpec("vllm", None, is_package=True)
+            spec.submodule_search_locations = [str(folder)]
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+
+    found(None)
+    assert choose_engine("auto") == "transformers"
+    assert choose_engine("transformers") == "transformers"
+    with pytest.raises(ServingError, match="not installed"):
+        choose_engine("vllm")
+    found(tmp_path)  # an old vLLM, without the method
+    assert choose_engine("auto") == "transformers"
+    with pytest.raises(ServingError, match="too old"):
+        choose_engine("vllm")
+    (tmp_path / "model_executor" / "models").mkdir(parents=True)
+    (tmp_path / "model_executor" / "models" / "extract_hidden_states.py").write_text("")
+    found(tmp_path)
+    assert choose_engine("auto") == choose_engine("vllm") == "vllm"
+
+
+def test_sizes_and_times_are_readable() -> None:
+    assert [human_bytes(count) for count in (512, 1536, 3 << 20, 5 << 40)] == [
+        "512 B",
+        "1.5 KiB",
+        "3.0 MiB",
+        "5.0 TiB",
+    ]
+    assert [human_seconds(count) for count in (42, 180, 9000)] == ["42 s", "3 min", "2.5 h"]

@@ -1,0 +1,336 @@
+"""The capture stage on a tiny verifier: what is stored, what is not done again, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from draftsmith.api import CaptureRequirements, TransportGuarantees
+from draftsmith.capture import run as stage
+from draftsmith.capture.address import TransportAddress
+from draftsmith.capture.engines.transformers import find_decoder, hidden_states, load_verifier
+from draftsmith.capture.run import run_capture
+from draftsmith.capture.states import open_states, run_transport, state_layout
+from draftsmith.capture.statistics import StatisticsTable
+from draftsmith.data.dataset import open_prepared
+from draftsmith.data.prepare import run_prepare
+from draftsmith.errors import (
+    DiskSpaceError,
+    FingerprintMismatch,
+    NumericsError,
+    OutputError,
+    SampleMissing,
+    UserError,
+    VerifierError,
+)
+from draftsmith.testing.verifiers import make_tiny_verifier
+
+TOY = Path(__file__).parent / "toy"
+
+
+@pytest.fixture(scope="module")
+def case():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOY))
+        patch.setenv("PYTHONPATH", f"{TOY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield importlib.import_module("draftsmith_toy.case")
+
+
+@pytest.fixture(scope="module")
+def prepared(case, tmp_path_factory):
+    """A prepared run; tests work on copies of it."""
+    folder = tmp_path_factory.mktemp("capture")
+    verifier = make_tiny_verifier(folder / "verifier", "llama")
+    recipe = case.write_recipe(folder, verifier, conversations=12)
+    run_prepare(case.resolved(recipe))
+    return recipe
+
+
+@pytest.fixture
+def make_run(case, prepared, tmp_path):
+    shutil.copytree(prepared.parent / "run", tmp_path / "run")
+
+    def make(*overrides):
+        return case.resolved(prepared, [f"output={tmp_path / 'run'}", *overrides])
+
+    return make
+
+
+def rows_of(run):
+    data = open_prepared(run.folders.prepared)
+    return [*data.train, *data.validation]
+
+
+def reopen(run):
+    """Mark the stage as not complete, as a kill would have left it."""
+    path = run.folders.states / "stage.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "complete": False}))
+
+
+def test_what_is_stored_is_what_the_verifier_computes(make_run) -> None:
+    run = make_run()
+    output = io.StringIO()
+    record = run_capture(run, Console(file=output, width=200))
+    rows, states = rows_of(run), open_states(run)
+    model = load_verifier(run.verifier.path, dtype=torch.float32, device=torch.device("cpu"))
+    head = model.get_output_embeddings()
+    assert states.layout.layer_ids == (1, run.verifier.num_layers - 1, run.verifier.num_layers)
+    for row in rows:
+        sample = states.reader.get(row.sample_id, expected_tokens=len(row.token_ids))
+        assert torch.equal(sample.token_ids, row.token_ids)
+        expected = hidden_states(model, row.token_ids[None], None, states.layout.layer_ids)[0]
+        torch.testing.assert_close(sample.hidden_states.float(), expected, rtol=1e-2, atol=1e-3)
+        # the teacher's statistics belong to the stored states, not to those before rounding
+        logits = head(find_decoder(model).norm(sample.hidden_states[:, -1].float()))
+        token, logsumexp = states.teacher(row.sample_id)
+        assert token.dtype == torch.int64
+        assert logsumexp.dtype == torch.float32
+        torch.testing.assert_close(logsumexp, logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits.gather(1, token[:, None])[:, 0], logits.amax(-1), rtol=1e-5, atol=1e-5)
+    assert record.summary["samples"] == len(rows)
+    assert record.summary["tokens"] == record.summary["captured_tokens"] == sum(len(row.token_ids) for row in rows)
+    assert record.summary["refused"] == 0
+    assert record.summary["engine"] == "transformers"
+    told = output.getvalue()
+    assert f"{len(rows)} rows, {record.summary['tokens']} tokens" in told
+    assert "free" in told or states.transport.free_bytes() is None
+    assert "tokens/s in" in told
+
+
+def test_a_complete_capture_is_not_done_again(make_run, monkeypatch) -> None:
+    run = make_run()
+    first = run_capture(run)
+    monkeypatch.setattr(stage, "make_engine", lambda *a, **k: pytest.fail("captured again"))
+    assert run_capture(run).summary == first.summary
+
+
+def test_only_what_is_missing_is_captured(make_run, monkeypatch) -> None:
+    run = make_run()
+    run_capture(run)
+    rows = rows_of(run)
+    lost = {rows[0].sample_id, rows[3].sample_id}
+    run_transport(run).remove_all(lost)
+    reopen(run)
+    asked: list[str] = []
+    make_engine = stage.make_engine
+
+    def watched(*arguments, **keywords):
+        engine = make_engine(*arguments, **keywords)
+        capture = engine.capture
+
+        def note(requests):
+            requests = list(requests)
+            asked.extend(each.sample_id for each in requests)
+            return capture(requests)
+
+        engine.capture = note
+        return engine
+
+    monkeypatch.setattr(stage, "make_engine", watched)
+    record = run_capture(run)
+    assert sorted(asked) == sorted(lost)
+    assert record.summary["samples"] == len(rows)
+    assert all(open_states(run).reader.get(row.sample_id) for row in rows)
+
+
+def test_a_damaged_sample_is_captured_again(make_run) -> None:
+    """Damage that happened before the statistics were computed is found by them, and mended."""
+    run = make_run()
+    run_capture(run)
+    victim = rows_of(run)[2].sample_id
+    path = run.folders.states / "samples" / f"{victim}.safetensors"
+    os.truncate(path, path.stat().st_size - 8)
+    shutil.rmtree(run.folders.states / "teacher")
+    reopen(run)
+    output = io.StringIO()
+    run_capture(run, Console(file=output, width=200))
+    assert "1 stored rows cannot be used" in output.getvalue()
+    assert open_states(run).reader.get(victim).sample_id == victim
+
+
+def test_other_inputs_are_not_reused(make_run, case, prepared) -> None:
+    run = make_run()
+    run_capture(run)
+    with pytest.raises(FingerprintMismatch, match="dtype"):
+        run_capture(make_run("capture.store_dtype=float32"))
+    others = evolve(run, requirements=CaptureRequirements(layer_ids=(2,)))
+    with pytest.raises(FingerprintMismatch, match="layer_ids"):
+        run_capture(others)
+    with pytest.raises(FingerprintMismatch):  # the reader as well, whatever the stage's record says
+        _ = run_transport(run).reader(state_layout(others))
+    record = run_capture(others, overwrite=True)
+    assert record.summary["samples"] == len(rows_of(run))
+    assert open_states(others).layout.layer_ids == (2, run.verifier.num_layers)
+
+
+def test_another_template_or_tokenizer_is_another_layout(make_run) -> None:
+    run = make_run()
+    fingerprint = state_layout(run).fingerprint
+    path = run.folders.prepared / "stage.json"
+    original = json.loads(path.read_text())
+    for key in ("tokenizer", "chat_template", "template_arguments"):
+        assert key in original["fingerprint"]
+        changed = {**original, "fingerprint": {**original["fingerprint"], key: "other"}}
+        path.write_text(json.dumps(changed))
+        assert state_layout(run).fingerprint != fingerprint, key
+
+
+def test_prepared_data_must_be_there(make_run) -> None:
+    run = make_run()
+    shutil.rmtree(run.folders.prepared)
+    with pytest.raises(OutputError, match="no complete prepared data"):
+        run_capture(run)
+    with pytest.raises(OutputError, match="no complete capture"):
+        open_states(run)
+
+
+def test_states_that_are_not_finite_are_refused_and_counted(case, tmp_path) -> None:
+    verifier = make_tiny_verifier(tmp_path / "verifier", "llama")
+    recipe = case.write_recipe(tmp_path, verifier, conversations=12)
+    run_prepare(case.resolved(recipe))
+    rows = rows_of(case.resolved(recipe))
+    # A token that some rows hold and others do not; its embedding becomes NaN.
+    counts = {token: sum(token in row.token_ids for row in rows) for token in set(rows[0].token_ids.tolist())}
+    token = next(each for each, count in sorted(counts.items(), key=lambda item: item[1]) if 0 < count < len(rows))
+    damage(verifier, token)
+    for name in ("prepared", "states"):
+        shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
+    run = case.resolved(recipe)
+    run_prepare(run)
+    output = io.StringIO()
+    record = run_capture(run, Console(file=output, width=200))
+    bad = {row.sample_id for row in rows_of(run) if bool((row.token_ids == token).any())}
+    states = open_states(run)
+    assert set(states.refused) == bad
+    assert record.summary["refused"] == len(bad)
+    assert f"{len(bad)} rows were refused" in output.getvalue()
+    assert states.reader.complete_ids() == {row.sample_id for row in rows_of(run)} - bad
+    with pytest.raises(SampleMissing):
+        states.teacher(next(iter(bad)))
+
+
+def test_nothing_but_nan_stops_the_run(case, tmp_path) -> None:
+    verifier = make_tiny_verifier(tmp_path / "verifier", "llama")
+    damage(verifier, slice(None))
+    recipe = case.write_recipe(tmp_path, verifier, conversations=4)
+    run = case.resolved(recipe)
+    run_prepare(run)
+    with pytest.raises(NumericsError, match="every row"):
+        run_capture(run)
+
+
+def damage(verifier: Path, tokens) -> None:
+    path = verifier / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][tokens] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_disk_that_is_too_small_stops_it_before_it_starts(make_run, monkeypatch) -> None:
+    run = make_run()
+    kind = type(run_transport(run))
+    monkeypatch.setattr(kind, "free_bytes", lambda self: 1000)
+    monkeypatch.setattr(stage, "make_engine", lambda *a, **k: pytest.fail("started"))
+    with pytest.raises(DiskSpaceError, match="1000 B are free") as caught:
+        run_capture(run)
+    assert "ignore_disk_space" in str(caught.value)
+    monkeypatch.undo()
+    monkeypatch.setattr(kind, "free_bytes", lambda self: 1000)
+    assert run_capture(make_run("capture.ignore_disk_space=true")).complete
+
+
+def test_hybrid_verifiers_are_refused_before_anything(make_run) -> None:
+    run = make_run()
+    config = {**run.verifier.text_config, "layer_types": ["linear_attention"] * run.verifier.num_layers}
+    with pytest.raises(VerifierError, match="hybrid"):
+        run_capture(evolve(run, verifier=evolve(run.verifier, text_config=config)))
+    assert not run.folders.states.exists()
+
+
+def test_a_transport_that_keeps_nothing_is_refused(make_run) -> None:
+    run = make_run()
+    passing = TransportGuarantees(persistent=False, random_access=False, concurrent_writers=True)
+    with pytest.raises(UserError, match="does not keep samples"):
+        run_capture(evolve(run, transport=evolve(run.transport, guarantees=passing)))
+
+
+def test_captured_states_travel_into_workers(make_run) -> None:
+    run = make_run()
+    run_capture(run)
+    states = open_states(run)
+    sample_id = rows_of(run)[0].sample_id
+    states.reader.get(sample_id)
+    states.teacher(sample_id)
+    copied = pickle.loads(pickle.dumps(states))
+    assert torch.equal(copied.reader.get(sample_id).hidden_states, states.reader.get(sample_id).hidden_states)
+    assert torch.equal(copied.teacher(sample_id)[1], states.teacher(sample_id)[1])
+
+
+def test_an_address_opens_the_same_transport_elsewhere(make_run) -> None:
+    run = make_run()
+    run_capture(run)
+    layout = state_layout(run)
+    address = TransportAddress.of(run.transport, run.transport_options, run_transport(run).location, layout)
+    travelled = TransportAddress.from_json(json.loads(json.dumps(address.to_json())))
+    assert travelled.state_layout() == layout
+    opened = travelled.open()
+    assert opened.options == run.transport_options
+    assert opened.reader(layout).complete_ids() == {row.sample_id for row in rows_of(run)}
+
+
+def test_damaged_statistics_are_an_error_and_lost_ones_are_made_again(make_run) -> None:
+    run = make_run()
+    run_capture(run)
+    folder = run.folders.states / "teacher"
+    (part,) = folder.iterdir()
+    expected = StatisticsTable(folder)(rows_of(run)[0].sample_id)
+    os.truncate(part, 100)
+    with pytest.raises(OutputError, match="statistics cannot be read") as caught:
+        StatisticsTable(folder).sample_ids()
+    assert str(part) in str(caught.value)
+    part.unlink()
+    reopen(run)
+    run_capture(run)
+    assert torch.equal(StatisticsTable(folder)(rows_of(run)[0].sample_id)[0], expected[0])
+
+
+@pytest.mark.slow
+def test_a_capture_that_is_killed_goes_on(case, prepared, tmp_path) -> None:
+    """kill -9 in the middle, the same command again: what was complete is neither lost nor done again."""
+    shutil.copytree(prepared.parent / "run", tmp_path / "run")
+    overrides = [f"output={tmp_path / 'run'}", "capture.batch_tokens=1"]
+    command = [sys.executable, "-m", "draftsmith", "capture", str(prepared)]
+    command += [word for override in overrides for word in ("--set", override)]
+    run = case.resolved(prepared, overrides)
+    samples = run.folders.states / "samples"
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 300
+    while len(list(samples.glob("[0-9a-f]*.safetensors"))) < 4:
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    stored = {path.name: path.stat().st_mtime_ns for path in samples.glob("[0-9a-f]*.safetensors")}
+    assert not json.loads((run.folders.states / "stage.json").read_text())["complete"]
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "are there already" in again.stdout + again.stderr
+    assert {name: (samples / name).stat().st_mtime_ns for name in stored} == stored
+    states = open_states(run)
+    assert all(len(states.reader.get(row.sample_id).token_ids) == len(row.token_ids) for row in rows_of(run))
