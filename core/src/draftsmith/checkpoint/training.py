@@ -46,6 +46,7 @@ __all__ = [
     "restore_random_states",
     "trained_tensors",
     "write_checkpoint",
+    "write_error",
 ]
 
 FORMAT = 1
@@ -166,7 +167,7 @@ def write_checkpoint(
         _sync(target.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise _write_error(error, target) from error
+        raise write_error(error, target) from error
     return target
 
 
@@ -212,18 +213,19 @@ def _checksum(path: Path) -> str:
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def _write_error(error: Exception, target: Path) -> OutputError:
+def write_error(error: Exception, target: Path) -> OutputError:
+    """*error* of writing *target*, as the error to raise: a full disk, or anything else."""
     code = error.errno if isinstance(error, OSError) else None
     if code is None:  # safetensors reports the operating system's number only in its text
         found = re.search(r"os error (\d+)", str(error))
         code = int(found.group(1)) if found else None
     if code in _FULL:
         return DiskSpaceError(
-            f"no room for a checkpoint: {os.strerror(code)}",
+            f"no room on the disk: {os.strerror(code)}",
             where=str(target),
             hint="make room and start the same command again: it goes on from the checkpoint before",
         )
-    return OutputError(f"a checkpoint cannot be written: {error}", where=str(target))
+    return OutputError(f"cannot be written: {error}", where=str(target))
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from draftsmith.interfaces import (
     VerifierWeights,
     VocabularyMap,
 )
+from draftsmith.testing.training import ResumeTests
 
 __all__ = [
     "AlgorithmCase",
@@ -659,7 +660,7 @@ class CheckpointTests(_CaseTests):
         assert case.format.serving(config).num_speculative_tokens == case.num_steps
 
 
-class AlgorithmTests(ReplayTests, LeakTests, PackingTests, ValueTests, LearningTests, CheckpointTests):
+class AlgorithmTests(ReplayTests, LeakTests, PackingTests, ValueTests, LearningTests, CheckpointTests, ResumeTests):
     """What every algorithm must satisfy. Override the fixture ``case``.
 
     The groups are classes of their own, so that a long list of variants can be put to some of them only.

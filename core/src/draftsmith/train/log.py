@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from draftsmith.checkpoint.training import write_error
 from draftsmith.errors import OutputError
 
 __all__ = ["MetricsLog"]
@@ -29,26 +30,34 @@ class MetricsLog:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "ab")  # noqa: SIM115 — closed by close()
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 — closed by close()
             size = os.fstat(self._file.fileno()).st_size
             if size < keep:
                 raise OutputError(f"the log has {size} bytes, the checkpoint knows {keep}", where=str(path))
             self._file.truncate(keep)
         except OSError as error:
-            raise OutputError(f"cannot write: {error.strerror}", where=str(path)) from error
+            raise write_error(error, path) from error
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Append one line; handed to the operating system at once, so that it can be followed."""
+        """Append one line; handed to the operating system at once, so that it can be followed.
+
+        Raises:
+            DiskSpaceError, OutputError: part of the line may be there; a resume cuts it off.
+        """
+        line = memoryview(json.dumps(values, separators=(",", ":")).encode() + b"\n")
         try:
-            self._file.write(json.dumps(values, separators=(",", ":")).encode() + b"\n")
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
-            raise OutputError(f"cannot write: {error.strerror}", where=str(self._path)) from error
+            raise write_error(error, self._path) from error
 
     def sync(self) -> int:
         """Make everything written survive a crash of the machine; returns the size in bytes."""
-        os.fsync(self._file.fileno())
-        return self._file.tell()
+        try:
+            os.fsync(self._file.fileno())
+            return os.fstat(self._file.fileno()).st_size
+        except OSError as error:
+            raise write_error(error, self._path) from error
 
     def close(self) -> None:
         self._file.close()

@@ -65,6 +65,7 @@ class Job:
         folder: the training folder.
         environment: see :class:`~draftsmith.checkpoint.training.TrainingState`.
         warn: prints a message for the user.
+        told: samples that the user was told about.
     """
 
     config: TrainConfig
@@ -82,6 +83,7 @@ class Job:
     environment: Mapping[str, str] = field(factory=dict)
     console: Console | None = None
     warn: Callable[[str], None] = lambda message: None
+    told: set[str] = field(factory=set)
 
     @property
     def validate_every(self) -> int:
@@ -129,8 +131,7 @@ def _one_step(
     started = time.monotonic()
     step = state.step
     loaded = [next(rows) for _ in range(_rows_in(job, step))]
-    for sample_id, reason in (each for row in loaded for each in row.skipped):
-        job.warn(f"sample {sample_id} is left out: {reason}")
+    _tell_skipped(job, loaded)
     usable = [row.row for row in loaded if row.row is not None]
     rates = job.optimizers.set_rate(_rate_factor(job, step))
     result = train_step(
@@ -204,6 +205,7 @@ def validate(job: Job) -> Pairs | None:
         for place, loaded in enumerate(rows):
             if job.stop:
                 return None
+            _tell_skipped(job, [loaded])
             if loaded.row is not None:
                 row = to_device(loaded.row, job.device, job.objective.compute_dtype)
                 # The same draws at every validation, so that they can be compared.
@@ -253,6 +255,14 @@ def _rows_in(job: Job, step: int) -> int:
     """Rows of optimiser step *step*: the last one of an epoch may have fewer."""
     place = step % job.order.steps_per_epoch
     return min(job.order.rows_per_step, len(job.order.bins) - place * job.order.rows_per_step)
+
+
+def _tell_skipped(job: Job, rows: Sequence[LoadedRow]) -> None:
+    """Each bad sample once, not once an epoch."""
+    for sample_id, reason in (each for row in rows for each in row.skipped):
+        if sample_id not in job.told:
+            job.told.add(sample_id)
+            job.warn(f"{reason}; it is left out")
 
 
 def _rate_factor(job: Job, step: int) -> float:

@@ -95,7 +95,7 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
     outcome: Literal["completed", "stopped", "failed"] = "failed"
     try:
         # Signals are noted from here on: one that comes while the weights load stops before the first step.
-        with StopRequest(say) as stop, deterministic_algorithms():
+        with StopRequest() as stop, deterministic_algorithms():
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             training = prepare_training(run)
             _describe(training, say)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -19,8 +19,7 @@ class StopRequest:
     Outside of the main thread Python cannot handle signals: there it does nothing, and nothing is ever requested.
     """
 
-    def __init__(self, notify: Callable[[str], None] = lambda message: None) -> None:
-        self._notify = notify
+    def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         #: number of the signal received, or None.
         self.number: int | None = None
@@ -43,7 +42,8 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         self._restore()
-        self._notify(f"{signal.Signals(number).name}: saving after this step; a second one stops at once")
+        # Not print(): a handler may interrupt one, and buffered streams do not bear that.
+        os.write(2, f"\n{self.name}: saving after this step; a second one stops at once\n".encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

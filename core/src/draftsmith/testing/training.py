@@ -1,0 +1,108 @@
+"""Conformance tests of resuming, and how to compare two trainings bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.checkpoint.training import (
+    TrainingState,
+    load_weights_into,
+    random_states,
+    read_checkpoint,
+    read_newest,
+    restore_random_states,
+    trained_tensors,
+    write_checkpoint,
+)
+from draftsmith.config.schema import TrainConfig
+from draftsmith.train.optimizers import Optimizers, build_optimizers
+from draftsmith.train.rows import derived_seed
+from draftsmith.train.setup import build_draft
+from draftsmith.train.step import Objective, train_step
+
+if TYPE_CHECKING:
+    from draftsmith.testing.algorithm import AlgorithmCase
+
+__all__ = ["ResumeTests", "assert_same_training"]
+
+
+def assert_same_training(first: Path, second: Path) -> None:
+    """The newest checkpoints of two training folders hold the same: weights, moments, generators, step, best."""
+    left, right = read_newest(first), read_newest(second)
+    assert left is not None
+    assert right is not None
+    assert left.state == right.state
+    for name in ("model", "optimizer"):
+        ours, theirs = getattr(left, name), getattr(right, name)
+        assert ours.keys() == theirs.keys()
+        different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+        assert not different, f"{name}: {different}"
+
+
+class ResumeTests:
+    """A draft restored from a checkpoint goes on bit by bit. Needs the fixture ``case`` of ``AlgorithmTests``.
+
+    It catches state outside of parameters, buffers and the generators: a counter in a Python attribute, a cache
+    filled in the first step, numbers drawn from NumPy.
+    """
+
+    STEPS = 4
+
+    @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+    def test_resuming_changes_no_bit(self, case: AlgorithmCase, optimizer: str, tmp_path: Path) -> None:
+        config = TrainConfig(optimizer=optimizer)  # type: ignore[arg-type]
+        objective, optimizers = self._start(case, config, seed=0)
+        torch.manual_seed(1)
+        self._train(case, objective, optimizers, 0, self.STEPS // 2)
+        path = write_checkpoint(
+            tmp_path,
+            TrainingState(step=self.STEPS // 2, random_states=random_states()),
+            trained_tensors(objective.model),
+            optimizers.state_tensors(),
+        )
+        self._train(case, objective, optimizers, self.STEPS // 2, self.STEPS)
+
+        resumed, resumed_optimizers = self._start(case, config, seed=99)
+        stored = read_checkpoint(path)
+        load_weights_into(resumed.model, stored.model)
+        resumed_optimizers.load_state_tensors(stored.optimizer)
+        restore_random_states(stored.state.random_states)
+        self._train(case, resumed, resumed_optimizers, self.STEPS // 2, self.STEPS)
+
+        self._assert_equal(objective.model.state_dict(), resumed.model.state_dict())
+        self._assert_equal(optimizers.state_tensors(), resumed_optimizers.state_tensors())
+
+    def _start(self, case: AlgorithmCase, config: TrainConfig, seed: int) -> tuple[Objective, Optimizers]:
+        from draftsmith.plugins import load_plugins, load_reference
+        from draftsmith.train.scoring import Teacher
+
+        setup = case.algorithm.setup
+        model = build_draft(case.algorithm, torch.device("cpu"), seed)
+        loss = load_reference(load_plugins().losses.get(case.registered.loss).implementation)
+        objective = Objective(
+            algorithm=case.algorithm,
+            model=model,
+            teacher=Teacher(setup.weights, setup.vocabulary, device="cpu", compute_dtype=torch.float32),
+            loss=loss(**case.registered.loss_options),
+            reduction=case.registered.reduction,
+            out_of_vocabulary="renormalise",
+            compute_dtype=torch.float32,
+        )
+        return objective, build_optimizers(model, config, {setup.vocabulary.draft_size, setup.vocabulary.target_size})
+
+    def _train(self, case: AlgorithmCase, objective: Objective, optimizers: Optimizers, first: int, last: int) -> None:
+        objective.model.train()
+        for step in range(first, last):
+            optimizers.set_rate(1 / (1 + step))
+            generator = torch.Generator().manual_seed(derived_seed(0, "row", step, 0))
+            result = train_step(objective, optimizers, [case.row], [generator], clip_norm=1.0)
+            assert result.updated
+
+    def _assert_equal(self, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+        assert ours.keys() == theirs.keys()
+        assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
