@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import torch
 from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from draftsmith.api import VerifierFacts
 from draftsmith.config.schema import CaptureConfig, DataConfig, NamedConfig, Recipe, VocabularyConfig
@@ -156,7 +158,12 @@ def test_bad_rows_are_written_down_and_counted(make_run: Any) -> None:
         ],
         validation_share=0.0,
     )
-    summary = run_prepare(run).summary
+    console = Console(record=True, width=200, file=io.StringIO())
+    summary = run_prepare(run, console).summary
+    told = console.export_text()
+    assert "train: 2 rows" in told
+    assert "rejected: 5 rows (malformed_json 1, " in told
+    assert "1 duplicates left out" in told
     assert summary["rejected"] == {
         "malformed_json": 1,
         "empty_assistant_turn": 1,

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draftsmith.data.conversations import RowRejected, normalise
 from draftsmith.data.template import (
@@ -155,6 +157,34 @@ def test_answers_and_their_terminators_are_supervised_and_nothing_else(
     assert all_supervised(tokenizer, encoding) == [["Hello there." + terminator, "It is 4." + terminator]]
     assert encoding.terminators == {terminator.strip()}
     assert not encoding.rewrites_history
+
+
+@settings(max_examples=60)
+@given(
+    template=st.sampled_from([CHATML, PHI, LLAMA3, GENERATION, THINKING]),
+    texts=st.lists(st.text(st.sampled_from("ab 4.\n\té你<|"), min_size=1), min_size=2, max_size=6),
+)
+def test_any_conversation_is_supervised_exactly_where_the_verifier_would_write(
+    smollm2_tokenizer: Any, template: str, texts: list[str]
+) -> None:
+    tokenizer = copy.copy(smollm2_tokenizer)
+    tokenizer.chat_template = template
+    texts = [text if text.strip() else "x" for text in texts]
+    messages = [user(text) if n % 2 == 0 else assistant(text) for n, text in enumerate(texts)]
+    asked = [n for n in range(len(texts) - 1) if n % 2 == 0]
+    rows = encode(tokenizer, messages).rows
+    prompts = [render_prompt(tokenizer, messages[: n + 1]) for n in asked]
+    # Every serving prompt begins some row, and the token behind it is supervised.
+    for prompt in prompts:
+        found = [row for row in rows if row.token_ids[: len(prompt)] == prompt]
+        assert found
+        assert any(row.loss_mask[len(prompt)] for row in found)
+    # What is supervised is what the template renders behind those prompts, and no more.
+    written = "".join(span for row in rows for span in supervised(tokenizer, row))
+    ends = "<file_sep>" if "file_sep" in template else "<|im_end|>"
+    thinks = "<think>\n\n</think>\n\n" if template is THINKING else ""
+    answers = [texts[n + 1].strip() if template is LLAMA3 else texts[n + 1] for n in asked]
+    assert written == "".join(thinks + answer + ends for answer in answers)
 
 
 def test_the_models_own_template(smollm2_tokenizer: Any) -> None:

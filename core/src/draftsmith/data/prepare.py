@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,11 @@ def run_prepare(run: ResolvedRun, console: Console | None = None, *, overwrite: 
         assert record is not None
         return record
     _clear(run.folders.prepared)
-    return stage.finish(_Preparation(run, console).make())
+    finished = stage.finish(_Preparation(run, console).make())
+    if console is not None:
+        for line in _summary_lines(finished.summary, run.folders.prepared):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return finished
 
 
 def prepare_fingerprint(run: ResolvedRun) -> dict[str, Any]:
@@ -140,6 +144,40 @@ def _template_fingerprint(folder: Path) -> str:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         hasher.update(json.dumps(config.get("chat_template")).encode())
     return hasher.hexdigest()[:32]
+
+
+def _summary_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """What was made, and what was left out and why."""
+    for name in ("train", "validation"):
+        yield (
+            f"{name}: {summary[f'{name}_rows']:,} rows, {summary[f'{name}_tokens']:,} tokens,"
+            f" {summary[f'{name}_supervised_tokens']:,} of them supervised"
+        )
+    yield (
+        f"draft vocabulary: {summary['draft_vocabulary']:,} tokens, covering {summary['coverage']:.2%} of the"
+        f" supervised tokens in training and {summary['validation_coverage']:.2%} in validation"
+    )
+    rejected: Mapping[str, int] = summary["rejected"]
+    if rejected:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
+        yield f"rejected: {sum(rejected.values()):,} rows ({reasons}); see {folder / 'rejected.jsonl'}"
+    counted = {
+        "duplicates": "duplicates left out",
+        "not_drawn": "not drawn (data.max_rows)",
+        "truncated": "cut at the longest row (data.max_length)",
+        "cut_answers": "answers that had been cut at a length limit",
+        "opening_answers": "opening assistant turns taken as context",
+        "differing_generation_marks": "turns of which the template marks only a part as generated",
+    }
+    parts = [f"{summary[key]:,} {text}" for key, text in counted.items() if summary[key]]
+    if parts:
+        yield f"also: {'; '.join(parts)}"
+    if summary["conversations_in_several_rows"]:
+        yield (
+            f"{summary['conversations_in_several_rows']:,} conversations became a row a turn: rendered with later"
+            " turns, earlier ones do not keep the tokens that they were served with"
+        )
+    yield from (f"note: {note}" for note in summary["notes"])
 
 
 def _clear(folder: Path) -> None:
