@@ -17,7 +17,14 @@ from draftsmith.serving.vllm_process import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.vllm]
 
-QUESTIONS = ["What is the capital of France?", "Why is the sky blue?", "Tell me a joke.", "Hello"]
+QUESTIONS = [
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Tell me a joke.",
+    "How do I change a flat tire?",
+    "Name three fruits.",
+    "Hello",
+]
 
 #: Runs the command line as on a machine where vLLM was never installed.
 WITHOUT_VLLM = """
@@ -59,8 +66,8 @@ algorithm: eagle3
 data: {{sources: [conversations.jsonl], max_length: 96, validation_share: 0.15, keep_cut_answers: true}}
 vocabulary: {{draft_size: 1024}}
 capture: {{engine: transformers}}
-train: {{epochs: 6, tokens_per_row: 512, learning_rate: 0.002}}
-verify: {{prompts: prompts.jsonl, max_tokens: 16, require_vllm: true}}
+train: {{epochs: 8, tokens_per_row: 256, learning_rate: 0.003}}
+verify: {{prompts: prompts.jsonl, max_tokens: 32, require_vllm: true}}
 """
     )
     return recipe, output, draftsmith("run", recipe)
@@ -139,7 +146,7 @@ def test_the_server_answers_and_counts(finished, tmp_path):
     found = verification(output)
     arguments = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "2", "--enforce-eager"]
     with running_server(output / "checkpoint", *arguments, log=tmp_path / "server.log", timeout=400) as address:
-        body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0, "max_tokens": 16}
+        body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0, "max_tokens": 32}
         with urllib.request.urlopen(f"{address}/v1/models", timeout=60) as answer:
             body["model"] = json.load(answer)["data"][0]["id"]
         request = urllib.request.Request(

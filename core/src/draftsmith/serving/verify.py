@@ -420,8 +420,8 @@ def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _header(summary: Mapping[str, Any]) -> list[str]:
-    positions = [f"position {place + 1}" for place in range(summary["num_speculative_tokens"])]
-    return ["counted by", "prompts", "acceptance length", *positions, "rounds"]
+    positions = [f"pos. {place + 1}" for place in range(summary["num_speculative_tokens"])]
+    return ["by", "prompts", "acceptance length", *positions, "rounds"]
 
 
 def _remarks(summary: Mapping[str, Any]) -> list[str]:
