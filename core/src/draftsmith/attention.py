@@ -115,7 +115,7 @@ def _flex_kernel(device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device.type == "cpu":
-        # Uncompiled: a check of values only. torch's CPU template has no backward pass, and does not compile every mask.
+        # Uncompiled, a check of values: torch's CPU template has no backward pass and does not compile every mask.
         return flex_attention
     if "flex" not in _COMPILED:
         # Once per process. Lengths change from row to row and step to step, so they are dynamic.
