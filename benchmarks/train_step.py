@@ -108,7 +108,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.train.step import train_step
 
     tokens, vocabulary = arguments.tokens[0], arguments.draft_vocabulary[0]
-    objective, row, slots = build(arguments.data, arguments.verifier, tokens, vocabulary, arguments.ttt_steps)
+    vocabulary = arguments.draft_vocabulary[0]
+    objective, row, slots = build(
+        arguments.data, arguments.verifier, arguments.tokens[0], vocabulary, arguments.ttt_steps
+    )
     optimizers = build_optimizers(objective.model, TrainConfig(), {vocabulary})
 
     def step() -> float:
