@@ -112,7 +112,7 @@ class Eagle3Draft(nn.Module, DraftArchitecture):
             if not alive.rows.numel():
                 break
             if step:
-                hidden = hidden[alive.kept]
+                hidden = _chosen(hidden, alive.kept)
             raw = run.step(step, hidden)
             normed = self.norm(raw)
             outputs.append(normed)
@@ -130,6 +130,11 @@ def _head(setup: AlgorithmSetup) -> Tensor:
     if not setup.vocabulary.is_identity:
         head = head[setup.vocabulary.kept_ids().to(head.device)]
     return head if head.dtype == setup.compute_dtype else head.float()
+
+
+def _chosen(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows]. The backward of index_select adds whole rows; that of indexing adds single elements, serially on CPUs."""
+    return x.index_select(0, rows)
 
 
 class _LayerWeights(NamedTuple):
@@ -185,9 +190,9 @@ class _ForwardPass:
         layer, weights = self.layers[index], self.weights[index]
         residual, normed = self._inputs(layer, index, hidden)
         selected = wanted if rows is None else None
-        chosen = normed if selected is None else normed[selected]
+        chosen = normed if selected is None else _chosen(normed, selected)
         if selected is not None:
-            residual = residual[selected]
+            residual = _chosen(residual, selected)
         size = self.model.config.query_size
         if selected is None:
             # One product for queries, keys and values.
@@ -197,7 +202,7 @@ class _ForwardPass:
         else:
             queries = self._project(index, step, chosen, selected, slice(0, size))
             others = self._project(index, step, normed, rows, slice(size, None))
-            query_table = RotaryTable(*(each[selected] for each in table))
+            query_table = RotaryTable(*(_chosen(each, selected) for each in table))
         query = layer.self_attn.query(queries, weights.attention, query_table)
         key, value = layer.self_attn.key_value(others, weights.attention, table)
         self.cache[index].append((self._spread(key, rows), self._spread(value, rows)))
@@ -206,7 +211,7 @@ class _ForwardPass:
             self._spread(query, wanted), first_key, first_value, chain, self.batch.document_lengths
         ).flatten(1)
         if wanted is not None:
-            attended = attended[wanted]
+            attended = _chosen(attended, wanted)
         hidden = residual + F.linear(attended, weights.attention.o)
         return hidden + layer.mlp.apply_fused(layer.post_attention_layernorm(hidden), weights.mlp)
 
@@ -222,7 +227,7 @@ class _ForwardPass:
             return F.linear(normed, self.weights[index].attention.qkv[part])
         share = self.embedding_share[:, part]
         # Row t reads x_{t+1+k} at step k: the token of row t + k, which is in its document wherever a chain is alive.
-        share = share if rows is None else share[rows + step]
+        share = share if rows is None else _chosen(share, rows + step)
         return share + F.linear(normed, self.hidden_projection[part])
 
     def _spread(self, chosen: Tensor, rows: Tensor | None) -> Tensor:
