@@ -461,6 +461,23 @@ class HiddenStateSample:
     token_ids: Tensor
     hidden_states: Tensor
 
+    def problem(self, layout: StateLayout) -> str | None:
+        """Why the sample must be neither published nor used, or None. Writers and readers of all transports ask.
+
+        Checked are the dtypes and shapes, at least one token, and that all values are finite.
+        """
+        import torch
+
+        from draftsmith.capture.finite import refusal
+
+        token_ids, states = self.token_ids, self.hidden_states
+        if token_ids.dtype != torch.int64 or token_ids.ndim != 1 or not len(token_ids):
+            return f"token ids must be int64 [T] with T > 0, got {token_ids.dtype} {tuple(token_ids.shape)}"
+        wanted = (len(token_ids), len(layout.layer_ids), layout.hidden_size)
+        if tuple(states.shape) != wanted or states.dtype != getattr(torch, layout.dtype):
+            return f"the layout asks for {layout.dtype} {wanted}, got {states.dtype} {tuple(states.shape)}"
+        return refusal(states)
+
 
 class HiddenStateWriter(ABC):
     """The producer's side. Usable as a context manager; one instance per process."""

@@ -177,7 +177,7 @@ def test_nan_with_a_right_checksum_is_refused_by_the_reader(
     bad = make_sample(4, LAYOUT)
     bad.hidden_states[0, 0, 0] = float("nan")
     with monkeypatch.context() as patch, transport.writer(LAYOUT) as writer:
-        patch.setattr(producer, "refusal", lambda states: None)
+        patch.setattr(HiddenStateSample, "problem", lambda self, layout: None)
         writer.put(bad)
     with transport.reader(LAYOUT) as reader, pytest.raises(SampleCorrupt, match=r"1 of .* values are not finite"):
         reader.get(bad.sample_id)

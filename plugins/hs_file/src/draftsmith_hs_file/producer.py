@@ -12,7 +12,6 @@ from typing import BinaryIO
 
 import torch
 
-from draftsmith.capture.finite import refusal
 from draftsmith.errors import SampleCorrupt, TransportError
 from draftsmith.interfaces import HiddenStateSample, HiddenStateWriter, StateLayout
 from draftsmith_hs_file import wire
@@ -79,23 +78,10 @@ def checked(sample: HiddenStateSample, layout: StateLayout) -> tuple[torch.Tenso
         raise TransportError(
             f"{sample.sample_id!r} is not a sample id", hint="an id is 32 lower-case hexadecimal digits"
         )
-    states, token_ids = sample.hidden_states, sample.token_ids
-    expected = (len(token_ids), len(layout.layer_ids), layout.hidden_size)
-    if token_ids.dtype != torch.int64 or token_ids.ndim != 1 or not len(token_ids):
-        raise SampleCorrupt(
-            f"token ids must be int64 [T] with T > 0, got {token_ids.dtype} {tuple(token_ids.shape)}",
-            sample_id=sample.sample_id,
-        )
-    if tuple(states.shape) != expected or states.dtype != wire.DTYPES[layout.dtype][1]:
-        raise SampleCorrupt(
-            f"the layout asks for {layout.dtype} {expected}, got {states.dtype} {tuple(states.shape)}",
-            sample_id=sample.sample_id,
-        )
-    states = states.detach().cpu().contiguous()
-    reason = refusal(states)
-    if reason is not None:
-        raise SampleCorrupt(reason, sample_id=sample.sample_id)
-    return token_ids.cpu().contiguous(), states
+    problem = sample.problem(layout)
+    if problem is not None:
+        raise SampleCorrupt(problem, sample_id=sample.sample_id)
+    return sample.token_ids.cpu().contiguous(), sample.hidden_states.detach().cpu().contiguous()
 
 
 def compact_samples(store: Store, sample_ids: Iterable[str], options: FileOptions) -> None:

@@ -62,9 +62,13 @@ class FileReader(HiddenStateReader):
                 raise_other_layout(file.layout, self._store.layout, str(path))
             self._check(entry, expected_tokens)
             token_ids, states = file.tensors(entry)
+            sample = HiddenStateSample(sample_id=sample_id, token_ids=token_ids, hidden_states=states)
+            problem = sample.problem(self._store.layout)
+            if problem is not None:
+                raise FormatError(problem)
         except FormatError as error:
             raise SampleCorrupt(str(error), sample_id=sample_id, where=str(path), hint=_AGAIN) from None
-        return HiddenStateSample(sample_id=sample_id, token_ids=token_ids, hidden_states=states)
+        return sample
 
     def _file(self, sample_id: str, place: Place) -> WireFile:
         if place.shard is None:

@@ -34,7 +34,6 @@ import xxhash
 from attrs import frozen
 from torch import Tensor
 
-from draftsmith.capture.finite import refusal
 from draftsmith.interfaces import StateLayout
 
 __all__ = [
@@ -251,19 +250,16 @@ class WireFile:
         )
 
     def tensors(self, entry: Entry) -> tuple[Tensor, Tensor]:
-        """(token_ids int64 [T], hidden_states [T, ids, H_t]), as views of the mapping, after all checks.
+        """(token_ids int64 [T], hidden_states [T, ids, H_t]), as views of the mapping.
 
         Raises:
-            FormatError: cut off, another checksum, or values that are not finite.
+            FormatError: cut off, or another checksum.
         """
         token_view, state_view = self.view(entry)
         if checksum(token_view, state_view) != entry.checksum:
             raise FormatError("the data does not match its checksum (bits changed on the disk or on the way)")
         token_ids = torch.frombuffer(token_view, dtype=torch.int64)
         states = torch.frombuffer(state_view, dtype=DTYPES[entry.dtype][1]).view(entry.state_shape)
-        reason = refusal(states)
-        if reason is not None:
-            raise FormatError(reason)
         return token_ids, states
 
     def ids(self) -> Iterable[str]:
