@@ -133,7 +133,7 @@ def _head(setup: AlgorithmSetup) -> Tensor:
 
 
 def _chosen(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows]. The backward of index_select adds whole rows; that of indexing adds single elements, serially on CPUs."""
+    """x[rows]. The backward of index_select adds whole rows; that of indexing adds elements, serially on CPUs."""
     return x.index_select(0, rows)
 
 
