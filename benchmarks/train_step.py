@@ -107,7 +107,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.train.setup import count_parameters
     from draftsmith.train.step import train_step
 
-    tokens, vocabulary = arguments.tokens[0], arguments.draft_vocabulary[0]
     vocabulary = arguments.draft_vocabulary[0]
     objective, row, slots = build(
         arguments.data, arguments.verifier, arguments.tokens[0], vocabulary, arguments.ttt_steps
