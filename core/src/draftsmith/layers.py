@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps its input and one number a row for the backward pass; composed of torch operations it keeps thrice that."""
+    """Keeps its input and one number a row for the backward pass; composed of torch operations it keeps thrice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

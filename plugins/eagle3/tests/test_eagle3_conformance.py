@@ -63,6 +63,7 @@ def _flags() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "draft_size"), _flags())
 class TestEveryCombinationOfFlags(ReplayTests, PackingTests, CheckpointTests):
     """96 drafts: every flag, one and two layers, full and reduced vocabulary, W = 3 and no window."""

@@ -12,8 +12,8 @@ class TestMyIdea(AlgorithmTests):
         return tiny_case(material, "my_idea", options={"depth": 3}, draft_size=48)
 
 The case is a real (tiny, random) verifier with the states that it gives to a few packed documents, and the algorithm
-as the installed plugins register it. Source of the demands: algorithms.md 1.11, in short: replay equivalence, leaks,
-packing invariance, initial values, the teacher as its own draft, overfitting, save and load.
+as the installed plugins register it. Demanded are: replay equivalence, no leaks, packing invariance, sensible initial
+values, full marks for the teacher as its own draft, overfitting, and the same logits after saving and loading.
 """
 
 from __future__ import annotations
