@@ -217,9 +217,8 @@ def _no_problems(options: Any, verifier: VerifierFacts) -> Sequence[Problem]:
     return ()
 
 
-def _sliding_window(options: Any) -> int | None:
-    window: int | None = getattr(options, "sliding_window", None)
-    return window
+def _no_window(options: Any) -> int | None:
+    return None
 
 
 @frozen(kw_only=True)
@@ -236,7 +235,7 @@ class Algorithm(Item):
         requirements: ``(options, verifier) -> CaptureRequirements``; torch-free.
         check: ``(options, verifier) -> problems``, found before anything heavy starts; torch-free.
         max_speculative_tokens: ``options -> K``, the number of tokens that the trained draft may serve.
-        window: ``options -> W`` of the mask rule, or None; by default the option ``sliding_window``, if there is one.
+        window: ``options -> W`` of the mask rule, or None (the default): no window.
         vllm_registration: ``"module:function"`` called in vLLM's processes for an algorithm unknown to vLLM.
     """
 
@@ -251,7 +250,7 @@ class Algorithm(Item):
     check: Callable[[Any, VerifierFacts], Sequence[Problem]] = _no_problems
     loss_options: Mapping[str, Any] = field(factory=dict)
     reduction: Literal["masked_mean", "weighted_mean", "local_mean"] = "masked_mean"
-    window: Callable[[Any], int | None] = _sliding_window
+    window: Callable[[Any], int | None] = _no_window
     vllm_registration: str | None = None
 
 

@@ -9,7 +9,7 @@ scalings are inherited whose tables vLLM and transformers compute alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from attrs import field, frozen
 
@@ -192,7 +192,7 @@ class LayerConfig:
         types = config.get("layer_types") or ()
         window = config.get("sliding_window") if "sliding_attention" in types else None
         return cls(
-            layer_type=kind,
+            layer_type=cast(Literal["llama", "qwen3"], kind),
             num_layers=int(config.get("num_hidden_layers") or 1),
             hidden_size=int(config["hidden_size"]),
             intermediate_size=int(config["intermediate_size"]),

@@ -14,6 +14,7 @@ import torch
 
 from draftsmith.errors import CheckpointError
 from draftsmith.interfaces import ExportContext, TensorSpec
+from draftsmith.plugins import load_plugins
 from draftsmith.testing.algorithm import AlgorithmCase, Material, make_material, slot_logits, tiny_case
 from draftsmith_eagle3.checkpoint import Eagle3Checkpoint
 from draftsmith_eagle3.options import Eagle3Options, check, default_layer_ids, requirements
@@ -76,7 +77,9 @@ def test_good_options_have_no_problems(material: Material) -> None:
     assert requirements(Eagle3Options(), material.facts).ids(8) == (2, 4, 5, 8)
 
 
-@pytest.mark.parametrize("values", [{"ttt_steps": 0}, {"step_decay": 0.0}, {"layer_type": "gemma"}, {"window": 0}])
+@pytest.mark.parametrize(
+    "values", [{"ttt_steps": 0}, {"step_decay": 0.0}, {"layer_type": "gemma"}, {"sliding_window": 0}]
+)
 def test_values_out_of_range_are_refused_at_once(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):
         Eagle3Options(**values)
@@ -230,3 +233,10 @@ def test_a_verifier_without_a_head_to_share(material: Material, tmp_path: Path) 
     model = case.algorithm.build_model()
     with_head = case.format.tensors(model, ExportContext(setup=setup, verifier_name="x", speculative_tokens=3))
     assert "lm_head.weight" in with_head
+
+
+def test_the_mask_gets_the_window_that_the_config_says() -> None:
+    """Trained without and served with a window: fine validation, and acceptance that falls off a cliff."""
+    registered = load_plugins().algorithms.get("eagle3")
+    assert registered.window(registered.options(sliding_window=7)) == 7
+    assert registered.window(registered.options()) is None

@@ -26,7 +26,13 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     [
         {},
         {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False},
-        {"layer_type": "qwen3", "norm_before_fc": False, "fc_norm": True, "window": 16, "layer_ids": (1, 2, 4, 6, 7)},
+        {
+            "layer_type": "qwen3",
+            "norm_before_fc": False,
+            "fc_norm": True,
+            "sliding_window": 16,
+            "layer_ids": (1, 2, 4, 6, 7),
+        },
     ],
 )
 def test_vllm_reads_what_was_trained(material: Material, options: dict[str, Any]) -> None:
@@ -49,9 +55,9 @@ def test_vllm_reads_what_was_trained(material: Material, options: dict[str, Any]
     assert draft.draft_vocab_size == 64
     assert draft.vocab_size == setup.verifier.vocab_size
     assert draft.head_dim == setup.verifier.head_dim
-    if setup.options.window is not None:
+    if setup.options.sliding_window is not None:
         assert draft.layer_types == ["sliding_attention"]
-        assert draft.sliding_window == setup.options.window
+        assert draft.sliding_window == setup.options.sliding_window
 
 
 @pytest.mark.parametrize(

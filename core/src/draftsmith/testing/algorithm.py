@@ -175,7 +175,7 @@ def tiny_case(
         weights=material.weights,
         vocabulary=_vocabulary(material, draft_size),
         capture=registered.requirements(chosen, material.facts),
-        mask=mask(window=getattr(chosen, "window", None)),
+        mask=mask(window=registered.window(chosen)),
         architecture=load_reference(architecture, expected=DraftArchitecture),
         attention=attention,
         compute_dtype=torch.float32,

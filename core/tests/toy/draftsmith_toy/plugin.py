@@ -52,5 +52,6 @@ def draftsmith_algorithms():
             schema="toy",
             requirements=lambda options, verifier: api.CaptureRequirements(layer_ids=(1, verifier.num_layers - 1)),
             max_speculative_tokens=lambda options: options.steps,
+            window=lambda options: options.sliding_window,
         )
     ]

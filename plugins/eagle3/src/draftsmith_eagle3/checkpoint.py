@@ -171,7 +171,7 @@ class Eagle3Checkpoint(CheckpointFormat):
             "intermediate_size": layers.intermediate_size,
             **{name: _flag(config, name) for name in _FLAGS},
             "layer_ids": None if ids is None else tuple(sorted(set(ids))),
-            "window": layers.sliding_window,
+            "sliding_window": layers.sliding_window,
             "layer_overrides": {key: plain[key] for key in _OVERRIDES},
         }
 

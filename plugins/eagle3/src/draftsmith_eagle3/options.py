@@ -55,10 +55,10 @@ class Eagle3Options:
     layer_ids: tuple[int, ...] | None = field(
         default=None, metadata=_help("tapped layers (vLLM's ids, ascending); null: 2, n//2 and n-3 of n layers")
     )
-    window: int | None = field(
+    sliding_window: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=_help("sliding window: positions that the draft's layers see, the query's own included; null: all"),
+        metadata=_help("positions that the draft's layers see, the query's own included; null: all"),
     )
     initializer_range: float = field(
         default=0.02, validator=gt(0), metadata=_help("standard deviation of the initial weights")
@@ -116,7 +116,7 @@ def layer_config(options: Eagle3Options, verifier: VerifierFacts) -> LayerConfig
         layer_type=options.layer_type,
         num_layers=options.num_layers,
         intermediate_size=options.intermediate_size,
-        sliding_window=options.window,
+        sliding_window=options.sliding_window,
         initializer_range=options.initializer_range,
     )
     if not options.layer_overrides:
@@ -126,7 +126,7 @@ def layer_config(options: Eagle3Options, verifier: VerifierFacts) -> LayerConfig
 
 def _check_overrides(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
     where = "algorithm.options.layer_overrides"
-    own = {"model_type": "layer_type", "num_hidden_layers": "num_layers", "sliding_window": "window"}
+    own = {"model_type": "layer_type", "num_hidden_layers": "num_layers", "sliding_window": "sliding_window"}
     problems = [
         Problem(f"{key} has an option of its own", where=where, hint=f"set {own[key]}")
         for key in options.layer_overrides or ()

@@ -49,5 +49,6 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             requirements=requirements,
             check=check,
             max_speculative_tokens=max_speculative_tokens,
+            window=lambda options: options.sliding_window,
         )
     ]
