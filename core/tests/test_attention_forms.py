@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import draftsmith.attention as attention
 from draftsmith.attention import chained_attention
+from draftsmith.device import deterministic_algorithms
 
 Chain = list[tuple[Tensor, Tensor]]
 
@@ -162,3 +165,40 @@ def test_misuse_is_an_error() -> None:
         chained_attention(query[:, :3], key, value, document_lengths=[4])
     with pytest.raises(ValueError, match="unknown attention form"):
         chained_attention(query, key, value, document_lengths=[4], form="magic")  # type: ignore[arg-type]
+
+
+class _Flags(TorchDispatchMode):
+    """Notes under which determinism every backward kernel of an accelerator is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict: dict[str, bool] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        if "attention" in name and name.endswith("_backward"):
+            warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+            self.strict[name] = torch.are_deterministic_algorithms_enabled() and not warn_only
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_kernels_of_accelerators_are_deterministic_where_that_is_asked_for(asked: bool) -> None:
+    """With warn_only, which training sets, the fused kernels would only warn, and add up gradients in any order."""
+    shape = (2, 1, 32, 64)
+    mask = torch.zeros(32, 32, device="meta", dtype=torch.bfloat16)
+    with deterministic_algorithms() if asked else contextlib.nullcontext(), _Flags() as flags:
+        for bias in (None, mask):
+            query, key, value, output, grad = (
+                torch.empty(shape, device="meta", dtype=torch.bfloat16) for _ in range(5)
+            )
+            lse = torch.empty(shape[:3], device="meta")
+            attention._kernel_backward(grad, query, key, value, output, lse, bias)
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == asked
+    assert flags.strict == dict.fromkeys(
+        [
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+        ],
+        asked,
+    )

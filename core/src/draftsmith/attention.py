@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -349,6 +350,14 @@ def _kernel_backward(
             grad, query, key, value, output, lse.contiguous(), 0.0, mask is None, attn_mask=mask
         )
         return gradients
+    with _strict_determinism():
+        return _accelerator_backward(grad, query, key, value, output, lse, mask)
+
+
+def _accelerator_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    aten = torch.ops.aten
     # The kernel keeps no random state without dropout, but asks for the tensors that would hold it.
     state = torch.zeros((), dtype=torch.int64, device=query.device)
     rows = query.shape[2]
@@ -374,6 +383,27 @@ def _kernel_backward(
         mask is None,
     )
     return efficient[:3]
+
+
+@contextmanager
+def _strict_determinism() -> Iterator[None]:
+    """Where deterministic algorithms are asked for with ``warn_only``, ask without it.
+
+    Both kernels have a deterministic backward pass, and take it only then; with ``warn_only`` they add up gradients
+    in whatever order, and warn (torch's ``native/transformers/cuda/attention_backward.cu``).
+    """
+    asked, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    if not (asked and warn_only):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _aligned(mask: Tensor | None, query: Tensor) -> Tensor | None:
