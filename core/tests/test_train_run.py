@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import attrs
@@ -15,7 +17,7 @@ from rich.console import Console
 
 from draftsmith import api
 from draftsmith.checkpoint.training import checkpoints, load_training_weights, read_newest
-from draftsmith.errors import FingerprintMismatch, NumericsError, OutputError, SampleCorrupt
+from draftsmith.errors import FingerprintMismatch, NumericsError, OutputError, SampleCorrupt, Stopped
 from draftsmith.hookspecs import hookimpl
 from draftsmith.stages import Stage
 from draftsmith.testing.verifiers import make_tiny_verifier
@@ -213,6 +215,32 @@ def test_states_that_are_not_finite_never_reach_a_weight(run, monkeypatch):
     if checkpoints(resolved.folders.training):
         newest = read_newest(resolved.folders.training)
         assert all(torch.isfinite(tensor).all() for tensor in newest.model.values())
+
+
+def test_a_signal_in_the_last_validation_costs_the_export_nothing(run, monkeypatch):
+    """The step is saved before it is validated, and validated on resume: the checkpoint must learn of it."""
+    resolved = run(epochs=2)
+    run_train(resolved)
+    folder = resolved.folders.training
+    whole, log = read_newest(folder).state, (folder / "metrics.jsonl").read_bytes()
+    assert whole.best.step == whole.step
+    shutil.rmtree(folder)
+    validate = loop.validate
+
+    def interrupted(job):
+        if (folder / "metrics.jsonl").read_bytes().count(b'"train"') == whole.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return validate(job)
+
+    monkeypatch.setattr(loop, "validate", interrupted)
+    with pytest.raises(Stopped):
+        run_train(resolved)
+    assert read_newest(folder).state.validated < whole.step
+    monkeypatch.setattr(loop, "validate", validate)
+    run_train(resolved)
+    assert read_newest(folder).state == whole
+    assert load_training_weights(folder)[1] == whole.step
+    assert (folder / "metrics.jsonl").read_bytes() == log
 
 
 class Recorder:

@@ -45,6 +45,7 @@ __all__ = [
     "read_newest",
     "restore_random_states",
     "trained_tensors",
+    "update_state",
     "write_checkpoint",
     "write_error",
 ]
@@ -124,7 +125,7 @@ def load_weights_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(
             f"the checkpoint is of another network: missing {missing[:4]}, unknown {unknown[:4]}, "
             f"other shape {sorted(wrong)[:4]}",
-            hint="start anew with --overwrite, or take the options that it was trained with",
+            hint="take the options that it was trained with, or remove the checkpoints to start training anew",
         )
     model.load_state_dict(dict(tensors), strict=False)
 
@@ -148,7 +149,7 @@ def write_checkpoint(
         DiskSpaceError: the disk is full; nothing is left of the attempt, earlier checkpoints are untouched.
         OutputError: any other failure to write.
     """
-    target = folder / _FOLDER / f"step-{state.step:08d}"
+    target = _checkpoint_path(folder, state.step)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         if temporary.exists():
@@ -158,8 +159,7 @@ def write_checkpoint(
             _MODEL: _write_tensors(temporary / _MODEL, model),
             _OPTIMIZER: _write_tensors(temporary / _OPTIMIZER, optimizer),
         }
-        content = {"format": FORMAT, "checksums": checksums, "state": asdict(state)}
-        _write_text(temporary / _STATE, {**content, "digest": digest(content)})
+        _write_state(temporary / _STATE, state, checksums)
         _sync(temporary)
         if target.exists():  # a damaged one of the same step: a good one is never written twice
             shutil.rmtree(target)
@@ -169,6 +169,40 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         raise write_error(error, target) from error
     return target
+
+
+def update_state(folder: Path, state: TrainingState) -> Path:
+    """Replace the state in the checkpoint of ``state.step`` at once, and keep its tensors; returns its path.
+
+    For what is learnt of a step after it was saved: a validation that a signal had interrupted.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        DiskSpaceError, OutputError: it cannot be written; the checkpoint is as it was.
+    """
+    target = _checkpoint_path(folder, state.step)
+    temporary = target / f".{_STATE}.{os.getpid()}.tmp"
+    try:
+        checksums = json.loads((target / _STATE).read_text(encoding="utf-8"))["checksums"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint cannot be read: {error}", where=str(target)) from error
+    try:
+        _write_state(temporary, state, checksums)
+        os.replace(temporary, target / _STATE)
+        _sync(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise write_error(error, target) from error
+    return target
+
+
+def _checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / _FOLDER / f"step-{step:08d}"
+
+
+def _write_state(path: Path, state: TrainingState, checksums: Mapping[str, str]) -> None:
+    content = {"format": FORMAT, "checksums": dict(checksums), "state": asdict(state)}
+    _write_text(path, {**content, "digest": digest(content)})
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -285,22 +319,25 @@ def read_newest(folder: Path, warn: Callable[[str], None] = lambda message: None
         raise CheckpointError(
             "no checkpoint of this run can be read",
             where=str(folder / _FOLDER),
-            hint="see the messages above; start training anew with --overwrite",
+            hint="see the messages above; remove that folder to start training anew",
         ) from problem
     return None
 
 
-def load_training_weights(folder: Path, which: Literal["best", "last"] = "best") -> tuple[dict[str, Tensor], int]:
+def load_training_weights(
+    folder: Path, which: Literal["best", "last"] = "best", warn: Callable[[str], None] = lambda message: None
+) -> tuple[dict[str, Tensor], int]:
     """Weights of a finished run, for :func:`load_weights_into`; and the step that they are of.
 
     Args:
         folder: the training folder.
         which: the best validation's, or the last step's. Without validation, best is last.
+        warn: told of damaged checkpoints that are passed over.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or the best one is damaged.
     """
-    newest = read_newest(folder)
+    newest = read_newest(folder, warn)
     if newest is None:
         raise CheckpointError(
             "there is no training checkpoint", where=str(folder), hint="run `draftsmith train` first"
@@ -308,7 +345,14 @@ def load_training_weights(folder: Path, which: Literal["best", "last"] = "best")
     best = newest.state.best
     if which == "last" or best is None or best.step == newest.state.step:
         return dict(newest.model), newest.state.step
-    chosen = read_checkpoint(folder / _FOLDER / f"step-{best.step:08d}")
+    try:
+        chosen = read_checkpoint(_checkpoint_path(folder, best.step))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the best checkpoint is not whole: {error.what}",
+            where=error.where,
+            hint=f"remove {folder} and run `draftsmith train` again, or put the file back from a copy",
+        ) from error
     return dict(chosen.model), chosen.state.step
 
 

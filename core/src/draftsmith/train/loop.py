@@ -25,6 +25,7 @@ from draftsmith.checkpoint.training import (
     prune,
     random_states,
     trained_tensors,
+    update_state,
     write_checkpoint,
 )
 from draftsmith.config.schema import TrainConfig
@@ -112,6 +113,8 @@ def train(job: Job, state: TrainingState, saved: int) -> TrainingState:
         while True:
             if _validation_is_due(job, state):
                 state = _with_validation(job, state)
+                if state.step == saved and state.validated == saved:
+                    _save(job, state, amend=True)
             if state.step != saved and _checkpoint_is_due(job, state):
                 saved = _save(job, state)
             if job.stop:
@@ -226,12 +229,20 @@ def _evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
             module.training = training
 
 
-def _save(job: Job, state: TrainingState) -> int:
-    """Write the checkpoint of *state*, remove those no longer wanted, tell the observers; returns its step."""
+def _save(job: Job, state: TrainingState, *, amend: bool = False) -> int:
+    """Save *state*, remove the checkpoints no longer wanted, tell the observers; returns the step.
+
+    Args:
+        amend: the checkpoint of this step is there, without what its interrupted validation would have said.
+    """
     state = attrs.evolve(
         state, log_bytes=job.log.sync(), random_states=random_states(), environment=dict(job.environment)
     )
-    path = write_checkpoint(job.folder, state, trained_tensors(job.objective.model), job.optimizers.state_tensors())
+    if amend:
+        path = update_state(job.folder, state)
+    else:
+        model = trained_tensors(job.objective.model)
+        path = write_checkpoint(job.folder, state, model, job.optimizers.state_tensors())
     best = state.best.step if state.best else None
     prune(job.folder, current=state.step, keep=job.config.keep_checkpoints, best=best)
     job.events.checkpoint_saved(api.CheckpointSaved(step=state.step, path=path, best=best == state.step))
