@@ -295,3 +295,16 @@ def test_statistics_come_together() -> None:
     token, _ = case.teacher.statistics(case.last_hidden)
     with pytest.raises(ValueError, match="together"):
         score_slots(case.slots, case.teacher, case.last_hidden, ForwardKL(), teacher_token=token)
+
+
+def test_in_validation_a_tie_goes_to_the_first_token_as_in_vllm() -> None:
+    """Two tokens with one head row between them: the draft proposes the lower one, and only that one is right."""
+    case = make_case(full=True)
+    (x, head), best = case.slots.terms[0], teacher_logits(case).argmax(-1)
+    tied = head.detach().clone()
+    tied[0] = tied[best[0]] = 5.0 * x.detach()[0]
+    slots = attrs.evolve(case.slots, terms=[(x, tied)])
+    assert best[0] > 0
+    with torch.no_grad():
+        assert not score_slots(slots, case.teacher, case.last_hidden, LOSSES["kl_div"]).correct[0]
+    assert score_slots(slots, case.teacher, case.last_hidden, LOSSES["kl_div"]).correct[0]

@@ -344,9 +344,7 @@ class _Scorer:
         for piece in _pieces(rows, buffers.piece.shape[0]):
             z, chunk = logits[piece], teaching.chunk.part(piece)
             log_q, scratch = buffers.piece[: z.shape[0]], buffers.scratch[: z.shape[0]]
-            place = teaching.draft_id[piece].clamp_min(0)[:, None]
-            # The largest logit, not argmax, which is several times slower: a tie for the first place counts.
-            correct[piece] = (z.gather(-1, place).squeeze(-1) >= z.amax(-1)) & kept[piece]
+            correct[piece] = _agrees(z, teaching.draft_id[piece], exactly=not wants_grad) & kept[piece]
             torch.log_softmax(z, -1, out=log_q)
             if isinstance(self.loss, ProbabilityLoss):
                 q = torch.exp(log_q, out=z)
@@ -433,6 +431,17 @@ def _accumulate(target: Tensor, gradient: Tensor, x: Tensor) -> None:
         target.addmm_(gradient.t(), x)
     else:
         target.add_(gradient.t() @ x)
+
+
+def _agrees(logits: Tensor, draft_id: Tensor, *, exactly: bool) -> Tensor:
+    """bool [C]: the draft's argmax (the first of equals, as vLLM takes it) is *draft_id* [C].
+
+    Logits of bfloat16 products tie easily. Validation wants that decided; in training, where argmax would take
+    several times as long, a tie for the first place counts.
+    """
+    if exactly:
+        return logits.argmax(-1) == draft_id
+    return logits.gather(-1, draft_id.clamp_min(0)[:, None]).squeeze(-1) >= logits.amax(-1)
 
 
 def _restricted_top(logits: Tensor, kept: Tensor) -> Tensor:
