@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.checkpoint.exported import load_draft
 from draftsmith.checkpoint.lint import has_errors, lint_checkpoint
 
 
@@ -158,6 +159,43 @@ def test_target_ids_are_told_from_offsets_even_where_they_are_in_range(exported,
 
     damage(checkpoint_copy, low_ids_without_t2d)
     assert any("d2t holds target ids" in finding.what for finding in lint_checkpoint(checkpoint_copy, registry))
+
+
+def first_checkpoints_names(config, tensors):
+    for name in [each for each in tensors if each.startswith("layers.0.")]:
+        tensors[name.replace("layers.0.", "midlayer.")] = tensors.pop(name)
+    tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+
+def fused_projections(config, tensors):
+    for fused, parts in {
+        "self_attn.qkv": ["self_attn.q", "self_attn.k", "self_attn.v"],
+        "mlp.gate_up": ["mlp.gate", "mlp.up"],
+    }.items():
+        rows = [tensors.pop(f"layers.0.{part}_proj.weight") for part in parts]
+        tensors[f"layers.0.{fused}_proj.weight"] = torch.cat(rows)
+
+
+@pytest.mark.parametrize("rename", [first_checkpoints_names, fused_projections])
+def test_other_names_that_the_loader_takes_are_no_findings(rename, exported, checkpoint_copy, registry):
+    damage(checkpoint_copy, rename)
+    assert lint_checkpoint(checkpoint_copy, registry) == []
+    # And they are read as what they are.
+    _, model, _ = load_draft(checkpoint_copy, registry)
+    _, wanted, _ = load_draft(exported.folder, registry)
+    theirs = wanted.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+    # Under any name, what is missing is missing.
+    damage(checkpoint_copy, lambda _, tensors: tensors.pop(next(each for each in tensors if "o_proj" in each)))
+    (finding,) = lint_checkpoint(checkpoint_copy, registry)
+    assert "layers.0.self_attn.o_proj.weight" in finding.what
+
+
+def test_a_fused_projection_of_other_sizes_is_found(checkpoint_copy, registry):
+    damage(checkpoint_copy, fused_projections)
+    name = "layers.0.mlp.gate_up_proj.weight"
+    damage(checkpoint_copy, lambda _, tensors: tensors.update({name: tensors[name][2:].clone()}))
+    assert any("gate_proj.weight has shape" in each.what for each in lint_checkpoint(checkpoint_copy, registry))
 
 
 def test_an_unknown_kind_names_the_distribution(checkpoint_copy, registry):

@@ -404,6 +404,11 @@ class CheckpointFormat(ABC):
     def expected_tensors(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         """Every tensor that this config allows, by exported name, with its shape. Torch-free."""
 
+    def as_loaded(self, config: Mapping[str, Any], present: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        """*present* as vLLM's loader takes it: other names that it knows resolved to those of
+        :meth:`expected_tensors`, and what it skips left out. Torch-free."""
+        return present
+
     @abstractmethod
     def lint(
         self, config: Mapping[str, Any], present: Mapping[str, TensorSpec], verifier: VerifierFacts | None

@@ -263,9 +263,9 @@ def _check_format(
     format_: CheckpointFormat,
     facts: VerifierFacts | None,
 ) -> Iterator[Finding]:
-    present = {name: tensor.spec for name, tensor in header.items()}
     try:
         expected = format_.expected_tensors(config)
+        present = format_.as_loaded(config, {name: tensor.spec for name, tensor in header.items()})
     except CheckpointError as error:
         yield _from_error(error, f"{CONFIG}: {error.where or ''}".rstrip(": "))
         return

@@ -8,7 +8,9 @@ complete, so everything that it would fill with a default or leave uninitialised
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attrs import evolve
 
 from draftsmith.api import PROJECT_NAME, CaptureRequirements, ServingPlan, VerifierFacts
 from draftsmith.errors import CheckpointError
@@ -34,6 +36,15 @@ _OVERRIDES = (
     "rope_parameters",
     "max_position_embeddings",
 )
+#: Tensors that vLLM's loader passes over: tables of old checkpoints, and the input of parallel drafting.
+_SKIPPED = (
+    "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+    "mask_hidden",
+)
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 #: Verifiers whose class in vLLM has no ``lm_head`` that a draft could share.
 _WITHOUT_SHARED_HEAD = ("cohere", "gemma2")
 
@@ -130,7 +141,12 @@ class Eagle3Checkpoint(CheckpointFormat):
         import torch
 
         state = model.state_dict()
-        given = {_canonical(name): tensor for name, tensor in tensors.items()}
+        layers = LayerConfig.from_dict(_layers(config))
+        given = {
+            part.name: tensor[part.begin : part.end]
+            for name, tensor in tensors.items()
+            for part in _parts(name.removeprefix("model."), int(tensor.shape[0]), layers)
+        }
         mapping = {name: given.pop(name) for name in ("d2t", "t2d") if name in given}
         problems = {
             "unknown": sorted(set(given) - set(state)),
@@ -190,6 +206,14 @@ class Eagle3Checkpoint(CheckpointFormat):
         return ServingPlan(method="eagle3", num_speculative_tokens=tokens)
 
     # --- checking -----------------------------------------------------------------------------------------------
+
+    def as_loaded(self, config: Mapping[str, Any], present: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        layers = LayerConfig.from_dict(_layers(config))
+        return {
+            part.name: evolve(spec, shape=(part.end - part.begin, *spec.shape[1:])) if spec.shape else spec
+            for name, spec in present.items()
+            for part in _parts(name, spec.shape[0] if spec.shape else 0, layers)
+        }
 
     def lint(
         self, config: Mapping[str, Any], present: Mapping[str, TensorSpec], verifier: VerifierFacts | None
@@ -274,10 +298,32 @@ def _layer_tensors(layers: LayerConfig, is_first: bool) -> Iterator[tuple[str, T
     yield "mlp.down_proj.weight", TensorSpec(shape=(width, inner))
 
 
-def _canonical(name: str) -> str:
-    """``midlayer.`` is the first layer's name in the first EAGLE-3 checkpoints; a ``model.`` prefix is dropped."""
-    name = name.removeprefix("model.")
-    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+class _Part(NamedTuple):
+    """Rows [begin, end) of a stored tensor, under the name that they have in the network."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def _parts(name: str, rows: int, layers: LayerConfig) -> Iterator[_Part]:
+    """What vLLM's loader makes of a stored tensor of so many rows: nothing of one that it skips, one part of most.
+
+    ``midlayer.`` is the first layer in the first EAGLE-3 checkpoints. Projections may be stored fused, as vLLM holds
+    them; wrong sizes then show in the first part.
+    """
+    if any(each in name for each in _SKIPPED):
+        return
+    name = name.replace("midlayer.", "layers.0.")
+    for fused, names in _FUSED.items():
+        if fused in name:
+            later = [layers.key_value_size] * 2 if fused == "qkv_proj" else [layers.intermediate_size]
+            begin = 0
+            for part, size in zip(names, [rows - sum(later), *later], strict=True):
+                yield _Part(name.replace(fused, part), begin, begin + size)
+                begin += size
+            return
+    yield _Part(name, 0, rows)
 
 
 def _shares_head(verifier: VerifierFacts) -> bool:
