@@ -1,10 +1,11 @@
-"""EAGLE-3 under the conformance kit: replay and checkpoints for every combination of flags, all of it for every
-family of verifiers."""
+"""EAGLE-3 under the conformance kit: replay, packing and checkpoints for every combination of flags, and all of the
+kit for every family of verifiers."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,35 +45,50 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Materi
     return get
 
 
-def _flags() -> list[Any]:
-    combinations = itertools.product(("llama", "qwen3"), NORMS, (False, True), (False, True), (None, 3), (False, True))
+def _flags(*windows: int | None) -> list[Any]:
+    both = (False, True)
+    combinations = itertools.product(("llama", "qwen3"), NORMS, both, both, windows, both)
     return [
         pytest.param(
             {
                 "layer_type": layer_type,
-                **NORMS[norms],
+                **NORMS[name],
                 "norm_before_residual": residual,
                 "norm_output": output,
                 "sliding_window": window,
                 "num_layers": 1 if residual == output else 2,
             },
             64 if reduced else None,
-            id=f"{layer_type}-{norms}-residual={residual:d}-output={output:d}-window={window}-reduced={reduced:d}",
+            id=f"{layer_type}-{name}-residual_{residual:d}-output_{output:d}-window_{window}-reduced_{reduced:d}",
         )
-        for layer_type, norms, residual, output, window, reduced in combinations
+        for layer_type, name, residual, output, window, reduced in combinations
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "draft_size"), _flags())
-class TestEveryCombinationOfFlags(ReplayTests, PackingTests, CheckpointTests):
-    """96 drafts: every flag, one and two layers, full and reduced vocabulary, W = 3 and no window."""
+@pytest.mark.parametrize(("options", "draft_size"), _flags(None, 3))
+def test_every_combination_of_flags(
+    material: Callable[[str], Material], options: dict[str, Any], draft_size: int | None
+) -> None:
+    """96 drafts: every flag, one and two layers, full and reduced vocabulary, W = 3 and no window. What is trained is
+    what is served, and packing changes nothing; the rest of the kit is put to fewer drafts, below."""
+    case = tiny_case(material("qwen3"), "eagle3", options=options, draft_size=draft_size)
+    replay, packing = ReplayTests(), PackingTests()
+    replay.test_replay_matches_training(case)
+    replay.test_the_draft_feeds_back_its_own_tokens(case)
+    packing.test_packing_changes_nothing(case)
 
-    @pytest.fixture
-    def case(
-        self, material: Callable[[str], Material], options: dict[str, Any], draft_size: int | None
-    ) -> AlgorithmCase:
-        return tiny_case(material("qwen3"), "eagle3", options=options, draft_size=draft_size)
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "draft_size"), _flags(3))
+def test_a_checkpoint_of_every_combination_of_flags(
+    material: Callable[[str], Material], options: dict[str, Any], draft_size: int | None, tmp_path: Path
+) -> None:
+    """48 drafts: a window is a number in the config, and is left to :class:`TestEveryFamily`."""
+    case = tiny_case(material("qwen3"), "eagle3", options=options, draft_size=draft_size)
+    checkpoints = CheckpointTests()
+    checkpoints.test_saved_and_loaded_it_drafts_the_same(case, tmp_path, include_embedding=False)
+    checkpoints.test_the_checkpoint_holds_what_it_must_and_nothing_else(case)
 
 
 #: Each family with other options, so that every part of the kit meets every flag.
