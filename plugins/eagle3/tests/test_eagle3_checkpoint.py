@@ -143,6 +143,20 @@ def test_first_checkpoints_names_and_flags_are_read(material: Material) -> None:
     assert torch.equal(got, want)
 
 
+def test_a_rounded_head_is_drafted_with_as_vllm_does(case: AlgorithmCase) -> None:
+    """The verifier is stored in float32 and the checkpoint in bfloat16: vLLM loads the draft's head from the file."""
+    tensors = {
+        name: each.bfloat16() if each.is_floating_point() else each
+        for name, each in case.format.tensors(case.algorithm.build_model(), context(case)).items()
+    }
+    loaded = case.algorithm.build_model()
+    case.format.load(loaded, tensors, case.format.config(context(case)))
+    head = loaded.get_parameter("lm_head.weight")
+    assert torch.equal(head, tensors["lm_head.weight"].float())
+    assert not torch.equal(head, case.algorithm.build_model().get_parameter("lm_head.weight"))
+    assert not head.requires_grad
+
+
 def test_missing_flags_are_read_as_vllm_reads_them(case: AlgorithmCase) -> None:
     config = case.format.config(context(case))
     for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):

@@ -331,15 +331,20 @@ def _shares_head(verifier: VerifierFacts) -> bool:
 
 
 def _replace_frozen(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """A checkpoint's own embedding or head stands in for the verifier's, unless it is the same rounded to bf16."""
+    """A checkpoint's own embedding or head stands in for the verifier's, as in vLLM, unless the two are the same.
+
+    They are not where the verifier is stored in float32 and the checkpoint in bfloat16: then vLLM drafts with the
+    rounded one, and so does the simulator.
+    """
     import torch
 
     module = model.get_submodule(name.rpartition(".")[0])
     current = module.get_parameter("weight")
-    same = tensor.to(current.device)
-    if torch.equal(current.to(same.dtype), same):
+    own = tensor.to(current.device)
+    wide = torch.promote_types(current.dtype, own.dtype)
+    if torch.equal(current.to(wide), own.to(wide)):
         return
-    module.weight = torch.nn.Parameter(same.float(), requires_grad=False)
+    module.weight = torch.nn.Parameter(own.float(), requires_grad=False)
 
 
 # --- lint -------------------------------------------------------------------------------------------------------
