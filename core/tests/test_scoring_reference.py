@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.interfaces import DraftSlots, PositionLoss, ScoredSlots, TeacherChunk, VerifierWeights, VocabularyMap
 from draftsmith.losses.divergence import CrossEntropy, ForwardKL, JensenShannon, ReverseKL
@@ -295,6 +296,37 @@ def test_statistics_come_together() -> None:
     token, _ = case.teacher.statistics(case.last_hidden)
     with pytest.raises(ValueError, match="together"):
         score_slots(case.slots, case.teacher, case.last_hidden, ForwardKL(), teacher_token=token)
+
+
+class _Widest(TorchDispatchMode):
+    """The most rows of any [rows, vocabulary] matrix that torch makes; heads, [vocabulary, width], are not meant."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(each, Tensor) and each.dim() == 2 and each.shape[1] in (V_D, V_T) and each.shape[0] != H_T:
+                self.rows = max(self.rows, each.shape[0])
+        return made
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("loss", ["kl_div", "sum"])
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_no_matrix_of_tokens_and_vocabulary_is_made(full: bool, statistics: bool, loss: str, trainable: bool) -> None:
+    """Forward and backward, teacher and draft: a chunk at a time, however many slots there are."""
+    case = make_case(full=full, trainable=trainable)
+    known = case.teacher.statistics(case.last_hidden)
+    with _Widest() as widest:
+        token, logsumexp = known if statistics else (None, None)
+        scored = score_slots(
+            case.slots, case.teacher, case.last_hidden, LOSSES[loss], teacher_token=token, teacher_logsumexp=logsumexp
+        )
+        scored.loss.sum().backward()
+    assert case.slots.teacher_row.unique().numel() > 20
+    assert 0 < widest.rows <= 9
 
 
 def test_in_validation_a_tie_goes_to_the_first_token_as_in_vllm() -> None:
