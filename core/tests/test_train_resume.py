@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.checkpoint.training import checkpoints, read_newest
+from draftsmith.testing import training
 from draftsmith.testing.verifiers import make_tiny_verifier
 
 pytestmark = pytest.mark.slow
@@ -97,14 +98,7 @@ class Copy:
 
 def assert_same_training(first, second):
     """Weights, moments, generators, best, metrics: bit by bit."""
-    newest = [checkpoints(run.training)[0] for run in (first, second)]
-    assert newest[0].name == newest[1].name
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        left, right = (load_file(path / file) for path in newest)
-        assert left.keys() == right.keys()
-        different = [name for name in left if not torch.equal(left[name], right[name])]
-        assert not different
-    assert read_newest(first.training).state == read_newest(second.training).state
+    training.assert_same_training(first.training, second.training)
     assert (first.training / "metrics.jsonl").read_bytes() == (second.training / "metrics.jsonl").read_bytes()
 
 

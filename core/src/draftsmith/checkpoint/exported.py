@@ -15,7 +15,7 @@ import attrs
 from attrs import frozen
 
 from draftsmith import api
-from draftsmith.errors import CheckpointError, UnknownNameError, VerifierError
+from draftsmith.errors import CheckpointError, UnknownNameError
 from draftsmith.interfaces import CheckpointFormat, TensorSpec
 from draftsmith.plugins import load_reference
 
@@ -351,13 +351,3 @@ def _options(config: Mapping[str, Any], where: str, algorithm: api.Algorithm, fo
             where=where,
         )
     return options
-
-
-def read_facts(config: Mapping[str, Any]) -> api.VerifierFacts | None:
-    """Facts of the verifier named in the config, or None where it is not on this machine."""
-    from draftsmith.verifier import read_verifier
-
-    try:
-        return read_verifier(verifier_of(config))
-    except (VerifierError, CheckpointError):
-        return None

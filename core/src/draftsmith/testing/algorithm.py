@@ -49,6 +49,9 @@ from draftsmith.testing.training import ResumeTests
 __all__ = [
     "AlgorithmCase",
     "AlgorithmTests",
+    "CheckpointTests",
+    "LeakTests",
+    "LearningTests",
     "Material",
     "PackingTests",
     "ReplayTests",
