@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -14,6 +16,21 @@ CPU = torch.device("cpu")
 def test_auto_is_a_gpu_where_there_is_one():
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert resolve_device("cpu") == CPU
+
+
+def test_cublas_is_told_to_repeat_itself_before_its_first_product(monkeypatch):
+    """Not when training begins: the capture before it, in the same process, has multiplied on the GPU already."""
+    variable = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(variable, "")  # so that what is set here is undone
+    monkeypatch.delenv(variable)
+    resolve_device("cpu")
+    assert variable not in os.environ
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto").type == "cuda"
+    assert os.environ[variable] == ":4096:8"
+    monkeypatch.setenv(variable, ":16:8")
+    resolve_device("cuda")
+    assert os.environ[variable] == ":16:8"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

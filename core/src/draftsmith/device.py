@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,14 +16,20 @@ __all__ = ["deterministic_algorithms", "fast_bfloat16", "resolve_device", "resol
 def resolve_device(name: str) -> torch.device:
     """The device called *name*; ``auto`` is the GPU where there is one.
 
+    Whoever computes in this process asks here first, so here cuBLAS is told to repeat its results: it looks at its
+    variable once, at its first product, which of a whole run is one of the capture's.
+
     Raises:
         ConfigError: a GPU is asked for and torch sees none.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError([Problem("torch sees no GPU here", where="train.device", hint="use device: auto or cpu")])
+    found = torch.cuda.is_available()
+    device = torch.device("cuda" if found else "cpu") if name == "auto" else torch.device(name)
+    if device.type == "cuda":
+        if not found:
+            raise ConfigError(
+                [Problem("torch sees no GPU here", where="train.device", hint="use device: auto or cpu")]
+            )
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return device
 
 
@@ -51,8 +58,7 @@ def deterministic_algorithms() -> Iterator[None]:
     """Ask torch for kernels that give the same bits every time, and restore what was set before.
 
     Kernels without such a variant only warn. Filling fresh memory, which torch adds to the mode, costs bandwidth
-    and proves nothing here, so it is switched off. cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` in the environment
-    before its first call; :func:`draftsmith.train.run.run_train` sets it.
+    and proves nothing here, so it is switched off. cuBLAS needs a variable as well, which :func:`resolve_device` sets.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
