@@ -198,6 +198,19 @@ def test_a_fused_projection_of_other_sizes_is_found(checkpoint_copy, registry):
     assert any("gate_proj.weight has shape" in each.what for each in lint_checkpoint(checkpoint_copy, registry))
 
 
+def test_a_verifier_whose_layers_vllm_cannot_tap(exported, registry, monkeypatch):
+    from draftsmith.checkpoint import lint
+
+    asked = []
+    monkeypatch.setattr(lint, "hands_out_hidden_states", asked.append)
+    assert lint_checkpoint(exported.folder, registry) == []
+    assert asked == [("LlamaForCausalLM",)]
+    monkeypatch.setattr(lint, "hands_out_hidden_states", lambda names: False)
+    (finding,) = lint_checkpoint(exported.folder, registry)
+    assert finding.severity == "warning"
+    assert "hidden states of LlamaForCausalLM" in finding.what
+
+
 def test_an_unknown_kind_names_the_distribution(checkpoint_copy, registry):
     damage(checkpoint_copy, lambda config, _: config.update(speculators_model_type="my_idea"))
     (finding,) = [each for each in lint_checkpoint(checkpoint_copy, registry) if "my_idea" in each.what]

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.api import CaptureRequirements, VerifierFacts
+from draftsmith.capture import engines
 from draftsmith.capture.engines import Request, batches_by_length, choose_engine
 from draftsmith.capture.engines.messages import token_digest
 from draftsmith.capture.engines.transformers import (
@@ -195,6 +196,19 @@ def test_the_engine_is_probed_without_importing_it(monkeypatch: pytest.MonkeyPat
     (tmp_path / "model_executor" / "models" / "extract_hidden_states.py").write_text("")
     found(tmp_path)
     assert choose_engine("auto") == choose_engine("vllm") == "vllm"
+
+
+def test_a_verifier_that_vllm_cannot_tap_is_captured_by_transformers(
+    llama: VerifierFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself says so only when it has loaded the weights."""
+    monkeypatch.setattr(engines, "vllm_problem", lambda: None)
+    for answer, engine in ((True, "vllm"), (None, "vllm"), (False, "transformers")):
+        monkeypatch.setattr(engines, "hands_out_hidden_states", lambda names, answer=answer: answer)
+        assert choose_engine("auto", llama) == engine
+    with pytest.raises(ServingError, match="hidden states of LlamaForCausalLM"):
+        choose_engine("vllm", llama)
+    assert choose_engine("transformers", llama) == "transformers"
 
 
 def test_sizes_and_times_are_readable() -> None:

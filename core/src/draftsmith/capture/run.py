@@ -49,7 +49,7 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
             where="transport",
             hint="use a persistent transport with random access",
         )
-    engine_name = choose_engine(run.recipe.capture.engine)
+    engine_name = choose_engine(run.recipe.capture.engine, run.verifier)
     stage = Stage("capture", run.folders.states)
     state = stage.begin(capture_fingerprint(run), overwrite=overwrite)
     if state == "complete":

@@ -29,6 +29,7 @@ from draftsmith.checkpoint.exported import (
 )
 from draftsmith.errors import CheckpointError, DraftsmithError, UnknownNameError, VerifierError
 from draftsmith.interfaces import CheckpointFormat, Finding, TensorSpec
+from draftsmith.serving.vllm_models import hands_out_hidden_states
 
 if TYPE_CHECKING:
     from draftsmith.plugins import PluginRegistry
@@ -278,11 +279,23 @@ def _check_format(
         return
     yield from _compare_tensors(expected, present)
     try:
+        if facts is not None and format_.capture(config, facts).layer_ids:
+            yield from _check_taps(facts)
         yield from format_.lint(config, present, facts)
     except CheckpointError as error:
         yield _from_error(error, f"{CONFIG}: {error.where or ''}".rstrip(": "))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         yield _error(f"the config is malformed: {type(error).__name__} {error}", CONFIG, "export again")
+
+
+def _check_taps(facts: VerifierFacts) -> Iterator[Finding]:
+    if hands_out_hidden_states(facts.architectures) is False:
+        yield _warning(
+            f"the installed vLLM does not hand out the hidden states of {facts.architectures[0]}: it refuses a draft "
+            "that reads them",
+            f"{CONFIG}: speculators_config.verifier",
+            "serve with a version of vLLM whose class of that name does",
+        )
 
 
 def _compare_tensors(expected: Mapping[str, TensorSpec], present: Mapping[str, TensorSpec]) -> Iterator[Finding]:

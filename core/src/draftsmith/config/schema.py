@@ -89,7 +89,7 @@ class CaptureConfig:
     """How the verifier's hidden states are obtained."""
 
     engine: Literal["auto", "vllm", "transformers"] = field(
-        default="auto", metadata=_help("auto: vllm where it is installed, else transformers")
+        default="auto", metadata=_help("auto: vllm where it is installed and can tap this verifier, else transformers")
     )
     dtype: Literal["auto", "bfloat16", "float32"] = field(
         default="auto", metadata=_help("the verifier's compute dtype; auto: its own where the device is fast at it")

@@ -13,6 +13,7 @@ from attrs import field, frozen
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import ServingError
 from draftsmith.interfaces import StateLayout
+from draftsmith.serving.vllm_models import hands_out_hidden_states
 
 __all__ = ["CaptureEngine", "CaptureSetup", "Done", "Request", "batches_by_length", "choose_engine", "vllm_problem"]
 
@@ -115,15 +116,21 @@ def vllm_problem() -> str | None:
     return "the installed vLLM is too old: it has no method to extract hidden states"
 
 
-def choose_engine(name: str) -> str:
-    """``vllm`` or ``transformers``; ``auto`` is vllm where it can be used.
+def choose_engine(name: str, verifier: VerifierFacts | None = None) -> str:
+    """``vllm`` or ``transformers``; ``auto`` is vllm where it can be used, for this *verifier* where one is given.
 
     Raises:
         ServingError: vllm is asked for and cannot be used.
     """
-    problem = vllm_problem()
+    problem = vllm_problem() or (None if verifier is None else _verifier_problem(verifier))
     if name == "auto":
         return "transformers" if problem else "vllm"
     if name == "vllm" and problem:
         raise ServingError(problem, where="capture.engine", hint="install vLLM, or use engine: transformers")
     return name
+
+
+def _verifier_problem(verifier: VerifierFacts) -> str | None:
+    if hands_out_hidden_states(verifier.architectures) is False:
+        return f"the installed vLLM does not hand out the hidden states of {verifier.architectures[0]}"
+    return None

@@ -1,0 +1,94 @@
+"""What the installed vLLM's model classes can do, read from its source. Imports neither vLLM nor torch.
+
+A draft that reads hidden states needs a verifier whose class hands them out. vLLM finds out when the engine has loaded
+the weights; here it takes some milliseconds, before anything is captured or trained.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["hands_out_hidden_states"]
+
+#: The method of the interface through which an engine asks a model for the states of some layers.
+_METHOD = "set_aux_hidden_state_layers"
+#: Steps from a class to its furthest ancestor.
+_DEEPEST = 8
+
+
+def hands_out_hidden_states(architectures: Iterable[str]) -> bool | None:
+    """Whether the installed vLLM can tap the layers of a model of the first of *architectures* that it knows.
+
+    None where that cannot be said: no vLLM, none of the architectures in its registry, or a source that reads
+    otherwise than expected.
+    """
+    folder = _models_folder()
+    if folder is None:
+        return None
+    registry = _source(folder / "registry.py")
+    for name in architectures:
+        entry = re.search(rf'"{re.escape(name)}":\s*\(\s*"(\w+)",\s*"(\w+)"', registry)
+        if entry is not None:
+            return _has_method(folder, entry[1], entry[2], _DEEPEST)
+    return None
+
+
+def _models_folder() -> Path | None:
+    found = importlib.util.find_spec("vllm")
+    places = found.submodule_search_locations if found is not None else None
+    return next((Path(place) / "model_executor" / "models" for place in places or ()), None)
+
+
+def _source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _has_method(folder: Path, module: str, name: str, depth: int) -> bool | None:
+    """Whether class *name* of *module*, or a class that it derives from, has the method; None: a base is not found."""
+    tree = _tree(folder / f"{module}.py")
+    if tree is None or depth == 0:
+        return None
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    if name not in classes:
+        return None
+    if any(isinstance(node, ast.FunctionDef) and node.name == _METHOD for node in classes[name].body):
+        return True
+    imported = _imported(tree)
+    answers: list[bool | None] = []
+    for base in classes[name].bases:
+        own = ast.unparse(base).partition("[")[0]
+        if own in classes:
+            answers.append(_has_method(folder, module, own, depth - 1))
+        elif own in imported:
+            answers.append(_has_method(folder, *imported[own], depth - 1))
+        # Anything else comes from outside of vLLM's models (torch's Module, Protocol), and has no such method.
+    if True in answers:
+        return True
+    return None if None in answers else False
+
+
+def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    """Name in this module → (module of vLLM's models, name there)."""
+    found: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            package, _, module = node.module.rpartition(".")
+            if package.endswith("model_executor.models") or (node.level == 1 and not package):
+                found.update({alias.asname or alias.name: (module, alias.name) for alias in node.names})
+    return found

@@ -1,0 +1,97 @@
+"""Which verifiers' layers the installed vLLM can tap, told from its source."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from draftsmith.serving.vllm_models import hands_out_hidden_states
+
+REGISTRY = """
+_MODELS = {
+    "PlainForCausalLM": ("plain", "PlainForCausalLM"),
+    "TappedForCausalLM": (
+        "tapped",
+        "TappedForCausalLM",
+    ),
+    "HeirForCausalLM": ("heir", "HeirForCausalLM"),
+    "OwnForCausalLM": ("heir", "OwnForCausalLM"),
+    "LostForCausalLM": ("lost", "LostForCausalLM"),
+    "OrphanForCausalLM": ("heir", "OrphanForCausalLM"),
+    "BrokenForCausalLM": ("broken", "BrokenForCausalLM"),
+}
+"""
+MODULES = {
+    "registry": REGISTRY,
+    "interfaces": "class SupportsTaps(Protocol):\n    def set_aux_hidden_state_layers(self, layers): ...\n"
+    "class SupportsOther(Protocol):\n    def other(self): ...\n",
+    "plain": "from torch import nn\nfrom .interfaces import SupportsOther\n"
+    "class PlainForCausalLM(nn.Module, SupportsOther): ...\n",
+    "tapped": "from vllm.model_executor.models.interfaces import SupportsTaps as Taps\n"
+    "class Base(Generic[T]): ...\nclass TappedForCausalLM(Base[int], Taps): ...\n",
+    "heir": "from .tapped import TappedForCausalLM as Parent\nfrom .gone import Missing\n"
+    "class HeirForCausalLM(Parent): ...\n"
+    "class OwnForCausalLM:\n    def set_aux_hidden_state_layers(self, layers): ...\n"
+    "class OrphanForCausalLM(Missing): ...\n",
+    "broken": "class BrokenForCausalLM(:\n",
+}
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    folder = tmp_path / "model_executor" / "models"
+    folder.mkdir(parents=True)
+    for name, source in MODULES.items():
+        (folder / f"{name}.py").write_text(source)
+    spec = ModuleSpec("vllm", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Plain", False), ("Tapped", True), ("Heir", True), ("Own", True)]
+    + [(name, None) for name in ("Lost", "Orphan", "Broken", "Unheard")],
+)
+def test_a_class_is_followed_to_its_ancestors(models, name, expected):
+    assert hands_out_hidden_states([f"{name}ForCausalLM"]) is expected
+
+
+def test_the_first_architecture_that_is_known_decides(models):
+    assert hands_out_hidden_states(["UnheardForCausalLM", "TappedForCausalLM", "PlainForCausalLM"])
+    assert hands_out_hidden_states([]) is None
+
+
+def test_without_vllm_nothing_can_be_said(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert hands_out_hidden_states(["LlamaForCausalLM"]) is None
+
+
+@pytest.mark.vllm
+def test_the_installed_vllm_is_read_as_it_is_without_importing_it():
+    code = (
+        "import sys; from draftsmith.serving.vllm_models import hands_out_hidden_states as ask\n"
+        "names = ['LlamaForCausalLM', 'Qwen3ForCausalLM', 'Qwen3MoeForCausalLM', 'GraniteForCausalLM', "
+        "'Phi3ForCausalLM', 'Qwen3VLForConditionalGeneration', 'Gemma3ForCausalLM', 'MixtralForCausalLM']\n"
+        "print([ask([name]) for name in names])\n"
+        "sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([True] * 6 + [False] * 2)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "MixtralForCausalLM"]
+)
+def test_vllm_itself_says_the_same(name):
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    assert supports_eagle3(ModelRegistry._try_load_model_cls(name)) == hands_out_hidden_states([name])
