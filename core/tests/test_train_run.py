@@ -243,6 +243,20 @@ def test_a_signal_in_the_last_validation_costs_the_export_nothing(run, monkeypat
     assert (folder / "metrics.jsonl").read_bytes() == log
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_statistics_of_a_teacher_that_rounds_otherwise_are_not_used(run, dtype):
+    """The capture's are of the dtype that its recipe trained in; training in another one computes its own."""
+    resolved = run(epochs=1, compute_dtype=dtype)
+    training = prepare_training(resolved)
+    captured_in = json.loads((resolved.folders.states / "manifest.json").read_text())["teacher_dtype"]
+    row = training.load(training.rows.bins[0]).row
+    assert training.statistics == (captured_in == dtype)
+    assert (row.teacher_token is not None) == training.statistics
+    text = io.StringIO()
+    run_train(resolved, Console(file=text, width=300))
+    assert ("computed in another dtype" in text.getvalue()) == (captured_in != dtype)
+
+
 class Recorder:
     def __init__(self):
         self.events = []

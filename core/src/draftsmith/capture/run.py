@@ -138,6 +138,7 @@ class _Capture:
     captured_tokens: int = 0
     engine_seconds: float = 0.0
     compute_dtype: str = ""
+    teacher_dtype: str | None = None
 
     def make(self) -> dict[str, Any]:
         prepared = open_prepared(self.run.folders.prepared)
@@ -213,11 +214,13 @@ class _Capture:
         from draftsmith.verifier_weights import load_verifier_weights
 
         device = resolve_device(self.run.recipe.train.device)
+        dtype = resolve_dtype(self.run.recipe.train.compute_dtype, device)
+        self.teacher_dtype = str(dtype).removeprefix("torch.")
         teacher = Teacher(
             load_verifier_weights(self.run.verifier, trust_remote_code=self.run.recipe.trust_remote_code),
             prepared.vocabulary(),
             device=device,
-            compute_dtype=resolve_dtype(self.run.recipe.train.compute_dtype, device),
+            compute_dtype=dtype,
         )
         usable = [place for place, each in enumerate(rows.sample_ids) if each not in self.refused]
         tokens = sum(rows.lengths[place] for place in usable)
@@ -245,6 +248,7 @@ class _Capture:
                 "samples": len(kept),
                 "tokens": sum(kept),
                 "refused": self.refused,
+                "teacher_dtype": self.teacher_dtype,
             },
         )
         with contextlib.suppress(OSError):

@@ -68,15 +68,22 @@ class CapturedStates:
         layout: what every sample looks like.
         folder: the capture's folder.
         refused: id → reason, of rows whose states were not finite: they have none.
+        teacher_dtype: torch's name of the dtype in which the teacher's statistics were computed; None: not known.
     """
 
     def __init__(
-        self, transport: HiddenStateTransport, layout: StateLayout, folder: Path, refused: dict[str, str] | None = None
+        self,
+        transport: HiddenStateTransport,
+        layout: StateLayout,
+        folder: Path,
+        refused: dict[str, str] | None = None,
+        teacher_dtype: str | None = None,
     ) -> None:
         self.transport = transport
         self.layout = layout
         self.folder = folder
         self.refused = dict(refused or {})
+        self.teacher_dtype = teacher_dtype
         self._reader: HiddenStateReader | None = None
         self._teacher: StatisticsTable | None = None
 
@@ -124,8 +131,9 @@ def open_states(run: ResolvedRun) -> CapturedStates:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         refused = dict(manifest["refused"])
+        teacher_dtype = manifest.get("teacher_dtype")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OutputError(
             f"the manifest of the capture cannot be read: {error}", where=str(path), hint=hint
         ) from error
-    return CapturedStates(run_transport(run), state_layout(run), folder, refused)
+    return CapturedStates(run_transport(run), state_layout(run), folder, refused, teacher_dtype)

@@ -252,6 +252,7 @@ class RowLoader:
         capacity: tokens per row.
         last_hidden: the capture's last layer is id n.
         bad_samples: ``stop`` raises at the first bad sample; ``skip`` leaves it out and says so.
+        statistics: read the teacher's statistics; without, training computes them with every row.
     """
 
     def __init__(
@@ -262,12 +263,14 @@ class RowLoader:
         capacity: int,
         last_hidden: bool = True,
         bad_samples: Literal["stop", "skip"] = "stop",
+        statistics: bool = True,
     ) -> None:
         self._table = table
         self._states = states
         self._capacity = capacity
         self._last_hidden = last_hidden
         self._bad_samples = bad_samples
+        self._statistics = statistics
 
     @property
     def lengths(self) -> list[int]:
@@ -303,7 +306,8 @@ class RowLoader:
                 sample_id=row.sample_id,
                 hint="capture again: `draftsmith capture --overwrite`",
             )
-        return Document(row=row, sample=sample, teacher=self._states.teacher(row.sample_id))
+        teacher = self._states.teacher(row.sample_id) if self._statistics else None
+        return Document(row=row, sample=sample, teacher=teacher)
 
 
 def to_device(row: PackedRow, device: torch.device, dtype: torch.dtype) -> PackedRow:

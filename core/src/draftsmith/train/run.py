@@ -55,6 +55,7 @@ class Training:
     Attributes:
         rows, validation_rows: the packed rows of the two tables.
         order: which rows each optimiser step trains on.
+        statistics: the teacher's, of the capture, are of this training's dtype, and are read.
     """
 
     objective: Objective
@@ -66,6 +67,7 @@ class Training:
     load: RowLoader
     load_validation: RowLoader
     parameters: ParameterCount
+    statistics: bool
 
     @property
     def model(self) -> nn.Module:
@@ -162,6 +164,8 @@ def prepare_training(run: ResolvedRun) -> Training:
     states, validation_states = open_states(run), open_states(run)
     rows = plan_rows(data.train, config.tokens_per_row, states.refused)
     check_plan(rows)
+    # A teacher of another dtype rounds otherwise: its argmax and log-sum-exp are not those of this one's logits.
+    statistics = states.teacher_dtype in (None, str(compute_dtype).removeprefix("torch."))
     return Training(
         objective=objective,
         optimizers=build_optimizers(model, config, {vocabulary.draft_size, vocabulary.target_size}),
@@ -169,9 +173,10 @@ def prepare_training(run: ResolvedRun) -> Training:
         rows=rows,
         validation_rows=plan_rows(data.validation, config.tokens_per_row, states.refused),
         order=Order(bins=rows.bins, rows_per_step=config.rows_per_step, epochs=config.epochs, seed=config.seed),
-        load=_loader(run, data.train, states),
-        load_validation=_loader(run, data.validation, validation_states),
+        load=_loader(run, data.train, states, statistics),
+        load_validation=_loader(run, data.validation, validation_states, statistics),
         parameters=count_parameters(model),
+        statistics=statistics,
     )
 
 
@@ -246,7 +251,7 @@ def _restore(training: Training, found: TrainingCheckpoint) -> TrainingState:
     return found.state
 
 
-def _loader(run: ResolvedRun, table: Table, states: CapturedStates) -> RowLoader:
+def _loader(run: ResolvedRun, table: Table, states: CapturedStates, statistics: bool) -> RowLoader:
     config = run.recipe.train
     return RowLoader(
         table,
@@ -254,6 +259,7 @@ def _loader(run: ResolvedRun, table: Table, states: CapturedStates) -> RowLoader
         capacity=config.tokens_per_row,
         last_hidden=run.requirements.last_hidden,
         bad_samples=config.bad_samples,
+        statistics=statistics,
     )
 
 
@@ -270,6 +276,11 @@ def _describe(training: Training, say: Callable[[str], None]) -> None:
         f"{len(training.validation_rows.bins)} for validation; {training.order.total_steps} steps on "
         f"{training.device} in {str(objective.compute_dtype).removeprefix('torch.')}"
     )
+    if not training.statistics:
+        say(
+            "the capture's statistics of the teacher were computed in another dtype: they are computed anew in every "
+            "step, which takes longer; `draftsmith capture --overwrite` makes them in this one"
+        )
     for name, plan in (("training", rows), ("validation", training.validation_rows)):
         if plan.truncated or plan.dropped:
             say(
