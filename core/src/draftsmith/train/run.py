@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -98,7 +97,6 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
     try:
         # Signals are noted from here on: one that comes while the weights load stops before the first step.
         with StopRequest() as stop, deterministic_algorithms():
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             training = prepare_training(run)
             _describe(training, say)
             state = _train(run, training, stop, events, console, say)
