@@ -132,6 +132,11 @@ CASES = {
     "model type": (lambda c, t: c.update(model_type="llama"), "error", "top-level model_type ('llama')"),
     "no layer type": (lambda c, t: layers(c).pop("model_type"), "error", "no model_type"),
     "no kind": (lambda c, t: c.pop("speculators_model_type"), "error", "speculators_model_type is missing"),
+    "a norm without its flag": (
+        lambda c, t: c.update(norm_before_fc=False),
+        "error",
+        "drafts without the norm",
+    ),
     "both norms": (lambda c, t: c.update(fc_norm=True), "error", "exclude each other"),
 }
 

@@ -127,8 +127,10 @@ class Eagle3Checkpoint(CheckpointFormat):
             specs["d2t"] = TensorSpec(
                 shape=(draft_size,), dtype="I64", why="without it vLLM proposes draft ids as if they were target ids"
             )
-        if _flag(config, "norm_before_fc"):
-            specs["input_norm.weight"] = TensorSpec(shape=(taps * target_width,))
+        # Without the flag vLLM passes it over, which lint reports as what it is.
+        specs["input_norm.weight"] = TensorSpec(
+            shape=(taps * target_width,), required=_flag(config, "norm_before_fc"), why="norm_before_fc asks for it"
+        )
         if _flag(config, "fc_norm"):
             specs.update({f"fc_norm.{tap}.weight": TensorSpec(shape=(target_width,)) for tap in range(taps)})
         for index in range(layers.num_layers):
@@ -219,7 +221,7 @@ class Eagle3Checkpoint(CheckpointFormat):
         self, config: Mapping[str, Any], present: Mapping[str, TensorSpec], verifier: VerifierFacts | None
     ) -> Sequence[Finding]:
         findings = [
-            *_lint_flags(config),
+            *_lint_flags(config, present),
             *_lint_layer_ids(config, verifier),
             *_lint_layers(config),
         ]
@@ -358,7 +360,7 @@ def _warning(what: str, where: str, hint: str = "") -> Finding:
     return Finding(severity="warning", what=what, where=where, hint=hint)
 
 
-def _lint_flags(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _lint_flags(config: Mapping[str, Any], present: Mapping[str, TensorSpec]) -> Iterator[Finding]:
     for name, default in _FLAGS.items():
         if config.get(name) is None:
             yield _warning(
@@ -366,6 +368,12 @@ def _lint_flags(config: Mapping[str, Any]) -> Iterator[Finding]:
                 name,
                 "write every flag: writers' defaults and vLLM's differ",
             )
+    if "input_norm.weight" in present and not _flag(config, "norm_before_fc"):
+        yield _error(
+            "input_norm.weight is there and norm_before_fc is off: vLLM passes it over, and drafts without the norm",
+            "norm_before_fc",
+            "write true, if the draft was trained with it",
+        )
     if _flag(config, "norm_before_fc") and _flag(config, "fc_norm"):
         yield _error("norm_before_fc and fc_norm exclude each other; vLLM would apply both", "fc_norm")
 
