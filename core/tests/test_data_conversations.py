@@ -260,3 +260,29 @@ def test_importing_the_module_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# --- what no tokenizer and no hash can take ---------------------------------------------------------------------
+
+
+def test_half_of_a_surrogate_pair_is_a_reason_to_reject(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "c.jsonl", '{"messages": [{"role": "user", "content": "\\ud800"}]}\n')
+    (row,) = read_conversations(["c.jsonl"], tmp_path)
+    assert isinstance(row, Rejection)
+    assert row.reason == "not_unicode"
+
+
+@pytest.mark.parametrize("history", [5, [None], [["a", "b"], 3]])
+def test_a_history_that_is_none(history: Any) -> None:
+    with pytest.raises(RowRejected, match="must be a list"):
+        normalise({"instruction": "x", "history": history, "output": "y"})
+
+
+def test_parquet_that_is_damaged_in_the_middle(tmp_path: Path) -> None:
+    table = pyarrow.table({"prompt": [f"question {n}" * 9 for n in range(500)], "completion": ["x"] * 500})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", compression="zstd")
+    content = bytearray((tmp_path / "c.parquet").read_bytes())
+    content[4:600] = b"\xff" * 596  # the footer, which is read first, stays whole
+    (tmp_path / "c.parquet").write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        list(read_conversations(["c.parquet"], tmp_path))

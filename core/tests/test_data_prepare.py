@@ -203,6 +203,20 @@ def test_long_rows_are_cut_at_the_tail_and_kept_if_any_answer_is_left(make_run: 
     assert open_prepared(run.folders.prepared).validation.lengths == []
 
 
+def test_a_row_that_is_no_unicode_is_written_down_like_others(make_run: Any) -> None:
+    run = make_run([conversation(1), conversation(2), '{"messages": [{"role": "user", "content": "\\ud800"}]}\n'])
+    assert run_prepare(run).summary["rejected"] == {"not_unicode": 1}
+    assert rejected(run)[0]["row"]["messages"][0]["content"] == "\ud800"
+
+
+def test_a_note_on_missing_ends_of_turn_is_not_made_of_cut_answers(make_run: Any) -> None:
+    cut = {**conversation(3), "finish_reason": "length"}
+    run = make_run([conversation(1), conversation(2), cut], keep_cut_answers=True)
+    summary = run_prepare(run).summary
+    assert summary["cut_answers"] == 1
+    assert not summary["notes"]
+
+
 def test_without_supervised_tokens_the_run_stops(make_run: Any) -> None:
     run = make_run(["{\n", {"messages": [{"role": "user", "content": "Hi"}]}])
     with pytest.raises(DataError, match=r"nothing to train on \(rejected: malformed_json: 1, no_assistant_turn: 1\)"):

@@ -426,3 +426,22 @@ def test_a_vision_models_tokenizer_needs_no_processor(smollm2_path: Path, tmp_pa
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VerifierError, match="tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+def test_a_last_character_of_several_tokens_is_marked_whole(with_template: Any) -> None:
+    tokenizer = with_template(GENERATION)
+    encoding = encode(tokenizer, [user("4"), assistant("\u4f60")])  # three tokens, of which transformers marks one
+    assert all_supervised(tokenizer, encoding) == [["\u4f60<|im_end|>"]]
+    assert encoding.differing_marks == 0
+
+
+def test_marks_that_mark_nothing_leave_nothing_to_learn(with_template: Any) -> None:
+    tokenizer = with_template(CHATML + "{% generation %}{% endgeneration %}")
+    encoding = encode(tokenizer, [user("4"), assistant("four")])
+    assert all_supervised(tokenizer, encoding) == [[]]
+
+
+def test_cut_answers_have_no_terminator(with_template: Any) -> None:
+    tokenizer = with_template(CHATML)
+    messages = [user("4"), {**assistant("four"), "finish_reason": "length"}]
+    assert encode(tokenizer, messages, keep_cut_answers=True).terminators == frozenset()

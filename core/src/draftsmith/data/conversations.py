@@ -23,6 +23,7 @@ from draftsmith.errors import DataError
 from draftsmith.stages import digest
 
 __all__ = [
+    "SUFFIXES",
     "Conversation",
     "Rejection",
     "RowRejected",
@@ -32,7 +33,7 @@ __all__ = [
     "read_conversations",
 ]
 
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet")
 _ROLES = {
     "system": "system",
     "developer": "developer",
@@ -172,14 +173,14 @@ def _files(source: str, base: Path) -> list[Path] | None:
     """The files that *source* means, or None where it can only be the name of a hub dataset."""
     path = base / Path(source).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         if not files:
             raise DataError(
                 "the folder holds no .jsonl, .json or .parquet file", where=str(path), hint="name the files themselves"
             )
         return files
     if path.is_file():
-        if path.suffix not in _SUFFIXES:
+        if path.suffix not in SUFFIXES:
             raise DataError(
                 f"files of the kind {path.suffix or path.name!r} are not read",
                 where=str(path),
@@ -187,10 +188,10 @@ def _files(source: str, base: Path) -> list[Path] | None:
             )
         return [path]
     if any(mark in source for mark in "*?["):
-        files = sorted(file for file in base.glob(source) if file.is_file() and file.suffix in _SUFFIXES)
+        files = sorted(file for file in base.glob(source) if file.is_file() and file.suffix in SUFFIXES)
         if files:
             return files
-    looks_like_path = source.startswith((".", "/", "~")) or source.endswith(_SUFFIXES)
+    looks_like_path = source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)
     if looks_like_path or source.count("/") > 1:
         raise DataError(f"there is no such file: {source}", where=str(path), hint="paths are relative to the recipe")
     return None
@@ -223,7 +224,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"cannot be read as JSON: {error}", where=str(path), hint="one row a line belongs into a .jsonl file"
         ) from error
@@ -243,9 +244,21 @@ def _open_parquet(path: Path) -> Any:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+
     number = 0
-    for batch in _open_parquet(path).iter_batches(batch_size=1024):
-        for row in batch.to_pylist():
+    batches = _open_parquet(path).iter_batches(batch_size=1024)
+    while True:
+        try:
+            batch = next(batches, None)
+            rows = [] if batch is None else batch.to_pylist()
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise DataError(
+                f"cannot be read as Parquet beyond row {number}: {error}", where=str(path), hint="write the file anew"
+            ) from error
+        if batch is None:
+            return
+        for row in rows:
             number += 1
             yield number, _without_none(row)
 
@@ -303,7 +316,19 @@ def normalise(
         for message in answers:
             if not str(message["content"]).strip() and not (message.get("tool_calls") or message.get("reasoning")):
                 raise RowRejected("empty_assistant_turn", "an assistant turn has neither content nor tool calls")
-    return messages, _tools(row.get("tools"))
+    tools = _tools(row.get("tools"))
+    _check_text(messages, tools)
+    return messages, tools
+
+
+def _check_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+    """Refuse what JSON can spell and no tokenizer or hash can take."""
+    try:
+        json.dumps([messages, tools], ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise RowRejected("not_unicode", f"half of a surrogate pair stands alone ({error.reason})") from error
+    except RecursionError as error:
+        raise RowRejected("nested_too_deeply", "a message holds values within values without end") from error
 
 
 def _turns(row: Mapping[str, Any]) -> list[Any]:
@@ -317,8 +342,8 @@ def _turns(row: Mapping[str, Any]) -> list[Any]:
         asked = [str(row[key]) for key in ("instruction", "input") if row.get(key)]
         history = [
             {"role": role, "content": text}
-            for pair in row.get("history") or []
-            for role, text in zip(("user", "assistant"), pair, strict=False)
+            for pair in _as_list(row.get("history") or [], "history")
+            for role, text in zip(("user", "assistant"), _as_list(pair, "a pair of history"), strict=False)
         ]
         return [*history, {"role": "user", "content": "\n\n".join(asked)}, *_answer(row.get("output"))]
     if "prompt" in row:

@@ -75,7 +75,7 @@ class RowTable(Sequence[PreparedRow]):
             raise DataError(
                 f"the prepared rows cannot be read: {error}",
                 where=str(self._folder),
-                hint="run `draftsmith prepare` again, with --overwrite",
+                hint=f"remove {self._folder.parent}, and run `draftsmith prepare` again: it makes the same rows",
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:

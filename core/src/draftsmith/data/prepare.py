@@ -229,7 +229,10 @@ class _Preparation:
         self.lengths: list[int] = []
         self.frequencies: list[Tensor] = []
         self.writer: RowWriter = RowWriter(self.folder)
-        self.rejected = open(self.folder / REJECTED, "w", encoding="utf-8")  # noqa: SIM115 - closed in make()
+        # What is no Unicode stays readable as JSON: a lone surrogate is written as its escape.
+        self.rejected = open(  # noqa: SIM115 - closed in make()
+            self.folder / REJECTED, "w", encoding="utf-8", errors="backslashreplace"
+        )
 
     def make(self) -> dict[str, Any]:
         """Do it; returns the stage's summary."""
@@ -291,7 +294,11 @@ class _Preparation:
             "detail": rejection.detail,
             "row": rejection.row,
         }
-        self.rejected.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        try:
+            text = json.dumps(line, ensure_ascii=False, default=str)
+        except RecursionError:
+            text = json.dumps({**line, "row": None}, ensure_ascii=False)
+        self.rejected.write(text + "\n")
 
     # --- encoding -----------------------------------------------------------------------------------------------
 

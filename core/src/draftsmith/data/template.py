@@ -75,6 +75,7 @@ class Encoding:
         leading_answers: assistant turns before the first user: context, not supervised.
         differing_marks: turns where ``{% generation %}`` marks less than the verifier would have written.
         rewrites_history: the template changed earlier turns, which made several rows of one conversation.
+        terminators: what the template puts behind answers (``""``: nothing), cut ones left aside: they have none.
     """
 
     rows: list[EncodedRow]
@@ -98,7 +99,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises Exception itself
         raise VerifierError(
             f"the tokenizer cannot be loaded: {error}",
             where=str(folder),
@@ -239,7 +240,7 @@ def is_cut(message: Mapping[str, Any]) -> bool:
 @frozen(kw_only=True)
 class _Turn:
     row: EncodedRow
-    terminator: str
+    terminator: str | None  # None: the answer was cut, and none was written
     differing_marks: bool
 
 
@@ -293,7 +294,7 @@ def encode(
         leading_answers=leading,
         differing_marks=sum(turn.differing_marks for turn in turns),
         rewrites_history=len(rows) > 1,
-        terminators=frozenset(turn.terminator for turn in turns),
+        terminators=frozenset(turn.terminator for turn in turns if turn.terminator is not None),
     )
 
 
@@ -336,12 +337,16 @@ def _encode_turn(
     differing = False
     if marked is not None:
         tail = len(tokenize(tokenizer, terminator)) if terminator else 0
-        allowed = [each or place >= len(mask) - tail for place, each in enumerate(marked)]
+        # The terminator is the verifier's too, though few templates mark it; alone it teaches nothing.
+        answer = any(marked[len(prompt_ids) : len(mask) - tail])
+        allowed = [each or (answer and place >= len(mask) - tail) for place, each in enumerate(marked)]
         narrowed = [a and b for a, b in zip(mask, allowed, strict=True)]
         differing = narrowed != mask
         mask = narrowed
     return _Turn(
-        row=EncodedRow(token_ids=token_ids, loss_mask=mask), terminator=terminator.strip(), differing_marks=differing
+        row=EncodedRow(token_ids=token_ids, loss_mask=mask),
+        terminator=None if is_cut(messages[-1]) else terminator.strip(),
+        differing_marks=differing,
     )
 
 
@@ -414,9 +419,14 @@ def _marked_by_template(
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
         **arguments,
     )
     ids, mask = list(marked["input_ids"]), [bool(each) for each in marked["assistant_masks"]]
+    # Of a last character that takes several tokens, transformers marks only the first one.
+    spans = marked["offset_mapping"]
+    for place in range(1, len(mask)):
+        mask[place] |= mask[place - 1] and spans[place][0] < spans[place - 1][1]
     if ids[: len(token_ids)] != list(token_ids):
         return None
     return mask[: len(token_ids)]

@@ -65,7 +65,7 @@ def load_vocabulary(path: Path) -> VocabularyMap:
     Raises:
         DataError: missing, damaged, or contradicting itself.
     """
-    hint = "run `draftsmith prepare` again, with --overwrite"
+    hint = f"remove {path.parent}, and run `draftsmith prepare` again: it makes the same map"
     try:
         stored = load_file(path)
         vocabulary = VocabularyMap(d2t=stored["d2t"], t2d=stored["t2d"])
