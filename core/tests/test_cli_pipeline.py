@@ -130,6 +130,16 @@ def test_a_folder_with_something_else_is_refused_untouched(run, stages):
     assert [each.name for each in run.folders.output.iterdir()] == ["notes.txt"]
 
 
+def test_a_second_command_is_told_of_the_first(run, stages, monkeypatch):
+    def second(first, console=None, *, overwrite=False):
+        with pytest.raises(OutputError, match="at work"):
+            pipeline.run_all(run, None, stages=["prepare"])
+        return run_prepare(first, console, overwrite=overwrite)
+
+    monkeypatch.setattr(pipeline, "load_reference", lambda reference: second)
+    pipeline.run_all(run, None, stages=["prepare"])
+
+
 def test_a_hidden_file_and_an_empty_folder_are_no_obstacle(run, stages):
     run.folders.output.mkdir()
     (run.folders.output / ".gitkeep").write_text("")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.config.resolve import RUN_FILE, ResolvedRun
 from draftsmith.errors import OutputError
 from draftsmith.plugins import load_reference
-from draftsmith.stages import FILE, STAGES, Stage, StageRecord, write_json_atomically
+from draftsmith.stages import FILE, STAGES, Stage, StageRecord, sole_writer, write_json_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,8 +81,18 @@ def run_all(
 
     Returns:
         The record of each stage that was run.
+
+    Raises:
+        OutputError: the output is not this run's to write to, or another command is at work there.
     """
     claim_output(run)
+    with sole_writer(run.folders.output):
+        return _run_stages(run, console, overwrite=overwrite, stages=stages)
+
+
+def _run_stages(
+    run: ResolvedRun, console: Console | None, *, overwrite: bool, stages: Sequence[str] | None
+) -> dict[str, StageRecord]:
     wanted = list(STAGES) if stages is None else [name for name in STAGES if name in stages]
     records: dict[str, StageRecord] = {}
     spent: dict[str, float] = {}

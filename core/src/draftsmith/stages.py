@@ -8,23 +8,37 @@ it stopped; any other fingerprint is an error that names what differs. Nothing i
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from attrs import field, frozen
 
 from draftsmith import __version__
-from draftsmith.errors import FingerprintMismatch, OutputError
+from draftsmith.errors import DiskSpaceError, FingerprintMismatch, OutputError
 
-__all__ = ["STAGES", "RunFolders", "Stage", "StageRecord", "differences", "digest", "write_json_atomically"]
+__all__ = [
+    "STAGES",
+    "RunFolders",
+    "Stage",
+    "StageRecord",
+    "differences",
+    "digest",
+    "sole_writer",
+    "write_json_atomically",
+]
 
 FILE = "stage.json"
+LOCK = ".lock"
 #: All stages, in order. :mod:`draftsmith.pipeline` knows the function of each.
 STAGES = ("prepare", "capture", "train", "export", "verify")
 
@@ -39,7 +53,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
     """Write JSON so that a reader, or a kill at any moment, sees the old file or the new one.
 
     Raises:
-        OutputError: the folder cannot be written to.
+        OutputError: the folder cannot be written to. DiskSpaceError: it has no room.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -51,10 +65,52 @@ def write_json_atomically(path: Path, value: Any) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of the first error's kind, and not what there is to say
+            temporary.unlink()
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskSpaceError(
+                "the disk is full",
+                where=str(path),
+                hint="make room and start the same command again: it goes on where it stopped",
+            ) from error
         raise OutputError(
             f"cannot write: {error.strerror}", where=str(path), hint="choose an output folder you can write to"
         ) from error
+
+
+@contextlib.contextmanager
+def sole_writer(output: Path) -> Iterator[None]:
+    """Hold a run's output folder: two commands at work there would remove each other's files.
+
+    The system lets go of it however the process ends, so that a killed run leaves nothing to clear up. Where the file
+    system knows no locks, nothing is held.
+
+    Raises:
+        OutputError: another command is at work there, or the folder cannot be written to.
+    """
+    try:
+        file = open(output / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise OutputError(
+            f"cannot write: {error.strerror}", where=str(output), hint="choose an output folder you can write to"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise OutputError(
+                f"another draftsmith command is at work in this output ({file.read().strip() or 'unknown'})",
+                where=str(output),
+                hint="wait until it is done, or choose another output",
+            ) from error
+        except OSError:
+            pass
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
@@ -120,7 +176,9 @@ class Stage:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OutputError(
-                f"stage record cannot be read: {error}", where=str(path), hint="run again with --overwrite"
+                f"the record of the {self.name} stage cannot be read: {error}",
+                where=str(path),
+                hint=f"remove the folder {self.folder} and run again: the stage is made anew",
             ) from error
 
     def begin(
@@ -148,16 +206,51 @@ class Stage:
                 where=str(self.folder),
                 hint="choose another output, or run with --overwrite to make this stage and those after it anew",
             )
-        if record is None and self.folder.exists() and any(self.folder.iterdir()):
+        if record is None and self._holds_something():
             raise OutputError(
                 f"the folder of the {self.name} stage is not empty and was not written by draftsmith",
                 where=str(self.folder),
                 hint="choose another output, or move what is there away",
             )
-        if record is not None:
-            shutil.rmtree(self.folder)
+        self._remove(record is not None)
         self._write(complete=False, summary={})
         return "fresh"
+
+    def _holds_something(self) -> bool:
+        """Whether the folder holds what is not ours; hidden files are what a kill left of a record."""
+        try:
+            return any(not each.name.startswith(".") for each in self.folder.iterdir())
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise OutputError(
+                f"the folder of the {self.name} stage cannot be read: {error.strerror}",
+                where=str(self.folder),
+                hint="choose another output, or move what is there away",
+            ) from error
+
+    def _remove(self, present: bool) -> None:
+        """Remove the folder. It loses its name first: a kill must not leave half of it where all was."""
+        doomed = self.folder.with_name(f".{self.folder.name}.old")
+        try:
+            if doomed.exists():
+                shutil.rmtree(doomed)
+            if present:
+                self.folder.rename(doomed)
+                shutil.rmtree(doomed)
+        except OSError as error:
+            raise OutputError(
+                f"the earlier output of the {self.name} stage cannot be removed: {error.strerror}",
+                where=error.filename or str(self.folder),
+                hint="choose another output, or remove it yourself",
+            ) from error
+
+    def reopen(self) -> None:
+        """Mark a complete stage as incomplete, so that its next start looks for what is missing."""
+        record = self.record()
+        if record is not None and record.complete:
+            self._fingerprint, self._started, self._earlier = record.fingerprint, time.monotonic(), record.seconds
+            self._write(complete=False, summary={})
 
     def finish(self, summary: Mapping[str, Any]) -> StageRecord:
         """Mark complete. *summary* holds plain values only."""
