@@ -294,6 +294,28 @@ def test_an_address_opens_the_same_transport_elsewhere(make_run) -> None:
     assert opened.reader(layout).complete_ids() == {row.sample_id for row in rows_of(run)}
 
 
+def test_states_of_somebody_else_are_not_removed(make_run, tmp_path) -> None:
+    """Where a transport keeps its samples outside of the run's folder, what is there already may be anybody's."""
+    run = make_run()
+    run_capture(run)
+    theirs = run.folders.states / "samples"
+    mine = make_run(f"output={tmp_path / 'mine'}", "capture.store_dtype=float32")
+    shutil.copytree(run.folders.prepared, mine.folders.prepared)
+    before = sorted(path.name for path in theirs.iterdir())
+
+    def elsewhere(_run):
+        return type(run_transport(run))(run.transport_options, theirs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "run_transport", elsewhere)
+        for _ in range(2):  # a fresh start, and one after the failed one
+            with pytest.raises(FingerprintMismatch):
+                run_capture(mine)
+            assert sorted(path.name for path in theirs.iterdir()) == before
+        run_capture(mine, overwrite=True)
+    assert "float32" in (theirs / "layout.json").read_text()
+
+
 def test_damaged_statistics_are_an_error_and_lost_ones_are_made_again(make_run) -> None:
     run = make_run()
     run_capture(run)

@@ -16,8 +16,17 @@ import torch
 from rich.console import Console
 
 from draftsmith import api
+from draftsmith.capture.run import run_capture
 from draftsmith.checkpoint.training import checkpoints, load_training_weights, read_newest
-from draftsmith.errors import FingerprintMismatch, NumericsError, OutputError, SampleCorrupt, Stopped
+from draftsmith.errors import (
+    ConfigError,
+    FingerprintMismatch,
+    NumericsError,
+    OutputError,
+    SampleCorrupt,
+    SampleError,
+    Stopped,
+)
 from draftsmith.hookspecs import hookimpl
 from draftsmith.stages import Stage
 from draftsmith.testing.verifiers import make_tiny_verifier
@@ -187,9 +196,39 @@ def test_a_bad_sample_stops_the_run_by_name_or_is_skipped_and_counted(run):
         run_train(resolved)
     assert caught.value.sample_id in names
     text = io.StringIO()
-    record = run_train(run(epochs=1, bad_samples="skip"), Console(file=text, width=200), overwrite=True)
+    record = run_train(run(epochs=1, bad_samples="skip"), Console(file=text, width=200))
     assert sorted(record.summary["skipped"]) == sorted(names)
     assert all(text.getvalue().count(f"sample {name}: ") == 1 for name in names)
+
+
+def test_what_is_bad_is_captured_anew_at_the_next_start(run):
+    resolved = run(epochs=1)
+    names = damage(resolved, 2)
+    (lost,) = resolved.folders.states.rglob(f"{names[1]}.safetensors")
+    lost.unlink()
+    text = io.StringIO()
+    with pytest.raises(SampleError):
+        run_train(resolved, Console(file=text, width=200))
+    assert "the next `draftsmith capture`" in text.getvalue()
+    record = run_capture(resolved)
+    assert record.summary["captured_tokens"] > 0
+    assert run_train(resolved).summary["skipped"] == []
+    assert run_capture(resolved) == record
+
+
+def test_damaged_statistics_are_computed_anew_at_the_next_start(run):
+    resolved = run(epochs=1)
+    (part,) = (resolved.folders.states / "teacher").iterdir()
+    os.truncate(part, 100)
+    with pytest.raises(OutputError, match="statistics cannot be read"):
+        run_train(resolved)
+    assert run_capture(resolved).summary["captured_tokens"] == 0
+    run_train(resolved)
+
+
+def test_flex_attention_is_refused_where_it_cannot_train(run):
+    with pytest.raises(ConfigError, match="backward"):
+        run_train(run(attention="flex", device="cpu"))
 
 
 def test_states_that_are_not_finite_never_reach_a_weight(run, monkeypatch):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from draftsmith.errors import ConfigError, Problem
 
-__all__ = ["deterministic_algorithms", "fast_bfloat16", "resolve_device", "resolve_dtype"]
+if TYPE_CHECKING:
+    from draftsmith.config.schema import TrainConfig
+
+__all__ = ["deterministic_algorithms", "fast_bfloat16", "resolve_device", "resolve_dtype", "training_device"]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -30,6 +34,19 @@ def resolve_device(name: str) -> torch.device:
                 [Problem("torch sees no GPU here", where="train.device", hint="use device: auto or cpu")]
             )
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return device
+
+
+def training_device(config: TrainConfig) -> torch.device:
+    """The device that *config* trains on.
+
+    Raises:
+        ConfigError: there is none, or it cannot train in the attention form asked for.
+    """
+    device = resolve_device(config.device)
+    if config.attention == "flex" and device.type == "cpu":
+        what, hint = "flex attention has no backward pass on CPUs", "use attention: auto or linear"
+        raise ConfigError([Problem(what, where="train.attention", hint=hint)])
     return device
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ from attrs import define, field
 from draftsmith.capture.address import TransportAddress
 from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Request, choose_engine
 from draftsmith.capture.plan import Plan, check_disk, check_verifier, human_seconds
-from draftsmith.capture.states import MANIFEST, SAMPLES, TEACHER, WORK, run_transport, state_layout
+from draftsmith.capture.states import MANIFEST, SAMPLES, SUSPECT, TEACHER, WORK, run_transport, state_layout
 from draftsmith.data.dataset import PreparedData, open_prepared
-from draftsmith.errors import NumericsError, OutputError, SampleCorrupt, UserError
+from draftsmith.device import resolve_dtype, training_device
+from draftsmith.errors import FingerprintMismatch, NumericsError, OutputError, SampleCorrupt, UserError
 from draftsmith.interfaces import HiddenStateTransport, StateLayout
 from draftsmith.progress import stage_progress
 from draftsmith.stages import Stage, StageRecord, write_json_atomically
@@ -52,14 +54,35 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
     engine_name = choose_engine(run.recipe.capture.engine, run.verifier)
     stage = Stage("capture", run.folders.states)
     state = stage.begin(capture_fingerprint(run), overwrite=overwrite)
+    suspect = run.folders.states / SUSPECT
     if state == "complete":
-        record = stage.record()
-        assert record is not None
-        return record
+        if not suspect.exists():
+            record = stage.record()
+            assert record is not None
+            return record
+        stage.reopen()
+    if suspect.exists():
+        # The statistics are computed from what is stored: making them anew reads and checks every sample.
+        shutil.rmtree(run.folders.states / TEACHER, ignore_errors=True)
     transport = run_transport(run)
-    if state == "fresh":
-        transport.remove_all()  # of an earlier capture that was overwritten, where the transport is not in the folder
-    return stage.finish(_Capture(run, console, transport, state_layout(run), engine_name).make())
+    training_device(run.recipe.train)  # what training cannot use is found out before hours of capture
+    layout = state_layout(run)
+    if overwrite and (state == "fresh" or not _fits(transport, layout)):
+        # Of an earlier capture, where the transport is not in the folder. Without --overwrite it may be anybody's.
+        transport.remove_all()
+    summary = _Capture(run, console, transport, layout, engine_name).make()
+    suspect.unlink(missing_ok=True)
+    return stage.finish(summary)
+
+
+def _fits(transport: HiddenStateTransport, layout: StateLayout) -> bool:
+    """Whether what is stored, if anything, was captured as this run would."""
+    try:
+        with transport.reader(layout) as reader:
+            reader.complete_ids()
+    except FingerprintMismatch:
+        return False
+    return True
 
 
 def capture_fingerprint(run: ResolvedRun) -> dict[str, Any]:
@@ -209,11 +232,10 @@ class _Capture:
         if not self.run.requirements.last_hidden:
             return {}
         from draftsmith.capture.statistics import compute_statistics
-        from draftsmith.device import resolve_device, resolve_dtype
         from draftsmith.train.scoring import Teacher
         from draftsmith.verifier_weights import load_verifier_weights
 
-        device = resolve_device(self.run.recipe.train.device)
+        device = training_device(self.run.recipe.train)
         dtype = resolve_dtype(self.run.recipe.train.compute_dtype, device)
         self.teacher_dtype = str(dtype).removeprefix("torch.")
         teacher = Teacher(

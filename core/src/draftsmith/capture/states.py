@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from draftsmith.capture.statistics import StatisticsTable
     from draftsmith.config.resolve import ResolvedRun
 
-__all__ = ["MANIFEST", "CapturedStates", "open_states", "run_transport", "state_layout"]
+__all__ = ["MANIFEST", "CapturedStates", "open_states", "run_transport", "state_layout", "suspect_capture"]
 
 #: Below the capture's folder: the manifest, the transport's folder, the teacher's statistics, logs.
 MANIFEST, SAMPLES, TEACHER, WORK = "manifest.json", "samples", "teacher", "work"
+#: There where a bad sample was met in training.
+SUSPECT = "suspect"
 #: What of the prepare stage's fingerprint decides the tokens of a given row.
 _TOKEN_KEYS = ("tokenizer", "chat_template", "template_arguments")
 
@@ -137,3 +140,12 @@ def open_states(run: ResolvedRun) -> CapturedStates:
             f"the manifest of the capture cannot be read: {error}", where=str(path), hint=hint
         ) from error
     return CapturedStates(run_transport(run), state_layout(run), folder, refused, teacher_dtype)
+
+
+def suspect_capture(run: ResolvedRun) -> None:
+    """After a bad sample: the next start of the capture reads every sample, and captures again what is bad.
+
+    Training may go on meanwhile, if it is told to leave out what is bad.
+    """
+    with contextlib.suppress(OSError):  # the bad sample is what there is to report
+        (run.folders.states / SUSPECT).touch()

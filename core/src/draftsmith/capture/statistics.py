@@ -20,13 +20,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftsmith.errors import DiskSpaceError, OutputError, SampleCorrupt, SampleMissing
+from draftsmith.errors import DiskSpaceError, OutputError, SampleCorrupt, SampleError, SampleMissing
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample
 
-__all__ = ["StatisticsTable", "compute_statistics"]
+__all__ = ["StatisticsDamaged", "StatisticsTable", "compute_statistics"]
 
 _PART_TOKENS = 1 << 20
 _BATCH_TOKENS = 4096
+
+
+class StatisticsDamaged(OutputError):
+    """A part of the stored statistics cannot be used."""
 
 
 class StatisticsTable:
@@ -47,7 +51,7 @@ class StatisticsTable:
         """(argmax int64 [T], log-sum-exp float32 [T]) of the teacher's logits at each token of the sample.
 
         Raises:
-            SampleMissing: there are none for it.
+            SampleMissing: there are none for it. StatisticsDamaged: a part cannot be read.
         """
         place = self._load().get(sample_id)
         if place is None:
@@ -82,20 +86,20 @@ class StatisticsTable:
             ids, lengths = file.get_tensor("sample_ids"), file.get_tensor("lengths").tolist()
             total = file.get_slice("token").get_shape()[0]
         except (OSError, SafetensorError) as error:
-            raise OutputError(
+            raise StatisticsDamaged(
                 f"the teacher's statistics cannot be read: {error}",
                 where=str(path),
-                hint="remove that file and run `draftsmith capture` again",
+                hint="run `draftsmith capture` again: it computes them anew",
             ) from error
         start = 0
         for row, length in zip(ids.numpy(), lengths, strict=True):
             yield row.tobytes().hex(), (path, start, length)
             start += length
         if start != total:
-            raise OutputError(
+            raise StatisticsDamaged(
                 "the teacher's statistics do not add up",
                 where=str(path),
-                hint="remove that file and run `draftsmith capture` again",
+                hint="run `draftsmith capture` again: it computes them anew",
             )
 
 
@@ -195,7 +199,7 @@ def compute_statistics(
             sample = reader.get(sample_id, expected_tokens=len(token_ids))
             if not torch.equal(sample.token_ids, token_ids):
                 raise SampleCorrupt("its states were captured from other tokens", sample_id=sample_id)
-        except (SampleCorrupt, SampleMissing) as error:
+        except SampleError as error:
             bad[sample_id] = error.what.removeprefix(f"sample {sample_id}: ")
             continue
         batch.append(sample)

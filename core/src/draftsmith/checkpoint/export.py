@@ -54,7 +54,12 @@ def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: b
         record = stage.record()
         assert record is not None
         return record
-    weights, step = load_training_weights(run.folders.training, "best")
+
+    def warn(message: str) -> None:
+        if console is not None:
+            console.print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)
+
+    weights, step = load_training_weights(run.folders.training, "best", warn)
     algorithm, model = _build(run)
     load_weights_into(model, weights)
     context = ExportContext(

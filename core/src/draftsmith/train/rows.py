@@ -304,7 +304,7 @@ class RowLoader:
             raise SampleCorrupt(
                 "its states were captured from other tokens",
                 sample_id=row.sample_id,
-                hint="capture again: `draftsmith capture --overwrite`",
+                hint="run `draftsmith capture` again: it captures anew what is bad",
             )
         teacher = self._states.teacher(row.sample_id) if self._statistics else None
         return Document(row=row, sample=sample, teacher=teacher)

@@ -11,7 +11,8 @@ from attrs import frozen
 from torch import nn
 
 from draftsmith import api
-from draftsmith.capture.states import CapturedStates, open_states
+from draftsmith.capture.states import CapturedStates, open_states, suspect_capture
+from draftsmith.capture.statistics import StatisticsDamaged
 from draftsmith.checkpoint.training import (
     TrainingCheckpoint,
     TrainingState,
@@ -20,8 +21,8 @@ from draftsmith.checkpoint.training import (
     restore_random_states,
 )
 from draftsmith.data.dataset import open_prepared
-from draftsmith.device import deterministic_algorithms, resolve_device, resolve_dtype
-from draftsmith.errors import OutputError, Stopped
+from draftsmith.device import deterministic_algorithms, resolve_dtype, training_device
+from draftsmith.errors import OutputError, SampleError, Stopped
 from draftsmith.observers import Dispatcher, open_observers
 from draftsmith.stages import Stage, StageRecord
 from draftsmith.train.log import MetricsLog
@@ -43,8 +44,8 @@ __all__ = ["METRICS_LOG", "Training", "prepare_training", "run_train", "train_fi
 
 METRICS_LOG = "metrics.jsonl"
 
-#: Keys of ``train:`` that change when something is written, not what is computed.
-_HARMLESS = ("checkpoint_every", "keep_checkpoints")
+#: Keys of ``train:`` that change when something is written, or what stops the run, not what is computed.
+_HARMLESS = ("bad_samples", "checkpoint_every", "keep_checkpoints")
 
 
 @frozen(kw_only=True)
@@ -105,6 +106,10 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
     except Stopped:
         outcome = "stopped"
         raise
+    except (SampleError, StatisticsDamaged):
+        suspect_capture(run)
+        say("the next `draftsmith capture` (or run) reads all states, and captures anew what is bad")
+        raise
     finally:
         seconds = time.monotonic() - started
         events.observers.run_finished(api.RunFinished(step=events.step, outcome=outcome, seconds=seconds))
@@ -135,7 +140,7 @@ def prepare_training(run: ResolvedRun) -> Training:
         DataError: there is no supervised row.
     """
     config = run.recipe.train
-    device = resolve_device(config.device)
+    device = training_device(config)
     compute_dtype = resolve_dtype(config.compute_dtype, device)
     data = open_prepared(run.folders.prepared)
     vocabulary = data.vocabulary()
@@ -311,6 +316,7 @@ def _summary(training: Training, state: TrainingState) -> dict[str, Any]:
         "rows": len(training.rows.bins),
         "fill": round(training.rows.fill, 4),
         "truncated": training.rows.truncated,
+        "left_out": training.rows.dropped,
         "skipped": list(state.skipped),
         "trainable_parameters": training.parameters.trainable,
         "frozen_parameters": training.parameters.frozen,

@@ -14,7 +14,7 @@ __all__ = ["FileReader"]
 
 #: Shards kept open. Each mapping holds a file descriptor, of which a process has a few hundred.
 _OPEN_SHARDS = 64
-_AGAIN = "capture it again, or let training leave it out (train.bad_samples: skip)"
+_AGAIN = "run `draftsmith capture`: it captures anew what is bad; or leave it out (train.bad_samples: skip)"
 
 
 class FileReader(HiddenStateReader):
