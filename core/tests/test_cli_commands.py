@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -365,3 +366,49 @@ def test_the_module_runs(site):
     assert done.returncode == 0
     assert done.stdout.strip() == f"draftsmith {__version__}"
     assert Path(sys.executable).exists()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM])
+def test_what_the_system_refuses_is_for_the_user_to_mend(capsys, recipe, monkeypatch, number):
+    def refuse(run, console, **more):
+        raise OSError(number, os.strerror(number), "/there/file")
+
+    monkeypatch.setattr("draftsmith.pipeline.run_all", refuse)
+    message = problems(capsys, "prepare", recipe)
+    assert "/there/file" in message
+    assert "should not happen" not in message
+
+
+def test_an_unknown_item_of_a_known_name_says_what_to_install(capsys):
+    assert "pip install draftsmith-dflash" in problems(capsys, "plugins", "show", "dflash")
+
+
+def test_a_verifier_named_to_lint_must_be_there(capsys, tmp_path):
+    assert "no such verifier" in problems(capsys, "lint", tmp_path, "--verifier", "/nowhere")
+
+
+LEAVING = """
+import atexit, os, sys, threading, time
+from draftsmith import cli
+
+class Loud:
+    def __del__(self):
+        os.write(2, b"taken apart")
+
+kept = Loud()
+atexit.register(lambda: print("at exit"))
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+sys.argv = ["draftsmith", *sys.argv[1:]]
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["run"], 2)])
+def test_the_script_ends_once_all_is_closed_and_takes_nothing_apart(site, arguments, code):
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, *arguments], env=environment(site), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-2:] == ["thread", "at exit"]
+    assert "taken apart" not in done.stderr
+    assert "Traceback" not in done.stderr

@@ -307,3 +307,26 @@ def test_a_rule_about_several_fields_is_reported():
 )
 def test_types_in_words(kind, text):
     assert describe_type(kind) == text
+
+
+@pytest.mark.parametrize("text", ["data: &a\n  generation: *a\n", "algorithm: &a {name: t, options: {x: [*a]}}\n"])
+def test_a_value_that_contains_itself(tmp_path, text):
+    with pytest.raises(ConfigError, match="contains itself"):
+        load_recipe(write(tmp_path, text))
+
+
+def test_an_override_that_contains_itself(tmp_path):
+    problems = problems_of(tmp_path, MINIMAL, ("observers=&a [*a]",))
+    assert "contains itself" in next(iter(problems.values())).what
+
+
+def test_an_override_of_an_item_of_a_list(tmp_path):
+    problems = problems_of(tmp_path, MINIMAL + "data: {sources: [a.jsonl]}\n", ("data.sources.0=b.jsonl",))
+    problem = problems["--set data.sources.0=b.jsonl"]
+    assert "is a list" in problem.what
+    assert "data.sources=[" in problem.hint
+
+
+def test_no_name_or_path_has_a_nul(tmp_path):
+    problems = problems_of(tmp_path, 'verifier: "a\\0b"\nalgorithm: tinker\noutput: out\n')
+    assert "character" in problems["r.yaml:1: verifier"].what

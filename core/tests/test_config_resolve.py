@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -225,3 +226,33 @@ def test_several_problems_make_one_configuration_error(recipe):
         run_of(recipe, "loss=kl_dvi", "mask=causa")
     assert caught.value.exit_code == 2
     assert len(caught.value.problems) == 2
+
+
+def test_rows_are_no_longer_than_the_verifier_knows_positions(recipe):
+    run = run_of(recipe)  # 512 positions, and the default is more
+    assert run.recipe.data.max_length == 512
+    assert run.provenance["data.max_length"] == "positions of the verifier"
+    (problem,) = problems_of(recipe, "data.max_length=513")
+    assert "513" in problem
+    assert "512 positions" in problem
+
+
+def test_rows_that_training_will_cut_are_remarked_upon(recipe):
+    assert run_of(recipe).notes == ()
+    (note,) = run_of(recipe, "train.tokens_per_row=256").notes
+    assert "train.tokens_per_row (256)" in note
+
+
+def test_a_verifier_that_cannot_be_captured_fails_at_once(recipe, tmp_path):
+    folder = tmp_path / "hybrid"
+    shutil.copytree(run_of(recipe).verifier.path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mamba_d_state": 16}))
+    (problem,) = problems_of(recipe, f"verifier={folder}")
+    assert "hybrid" in problem
+
+
+def test_data_of_a_kind_that_is_not_read(recipe, tmp_path):
+    (tmp_path / "c.csv").write_text("question,answer\n")
+    (problem,) = problems_of(recipe, "data.sources=[c.csv]")
+    assert "'.csv' are not read" in problem

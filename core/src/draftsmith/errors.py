@@ -142,7 +142,8 @@ class UnknownNameError(UserError):
         near = did_you_mean(name, known)
         parts = [part for part in (near, hint) if part]
         if not near:
-            parts.insert(0, f"known {kind}s: {', '.join(sorted(known))}" if known else f"no {kind} is installed")
+            several = f"{kind}es" if kind.endswith("s") else f"{kind}s"
+            parts.insert(0, f"known {several}: {', '.join(sorted(known))}" if known else f"no {kind} is installed")
         super().__init__(f"unknown {kind} {name!r}", where=where, hint="; ".join(parts))
 
 

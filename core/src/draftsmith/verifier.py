@@ -408,7 +408,7 @@ def _facts(
             logit_scale=_logit_scale(text),
             text_config=dict(text),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise VerifierError(
             f"config.json is not that of a causal language model: {error}",
             where=str(folder / "config.json"),

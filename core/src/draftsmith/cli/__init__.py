@@ -7,17 +7,48 @@ to read a single flag, is kept for the commands that plugins add.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 for the user's mistakes, 128 + signal, 1 for anything else."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run one command; returns the exit code: 0, 2 for the user's mistakes, 128 + signal, 1 for anything else.
+
+    As the script (without *arguments*) it ends the process instead.
+    """
+    if arguments is None:
+        _leave(_main(sys.argv[1:]))
+    return _main(arguments)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process once all is closed, without taking the interpreter apart.
+
+    That is where native libraries report on stderr what Python still holds of theirs, which is no user's concern.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            code = code or 141
+        except (OSError, ValueError):  # such as a full disk behind a redirection
+            code = code or 1
+    os._exit(code)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    given = list(arguments)
     collecting = gc.isenabled()
     # Imports make many objects and no garbage: looking for some costs a tenth of the time to an answer.
     # Commands switch collection on again before anything long begins.
@@ -37,7 +68,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return report(error, debug="--debug" in given)
     finally:
-        if arguments is None:
-            gc.freeze()  # the process ends: spare it a last search through everything
         if collecting:
             gc.enable()

@@ -116,7 +116,7 @@ def load_run(recipe: Path, overrides: Sequence[str] = (), no_plugin: Iterable[st
             raise
         raise ConfigError([*loaded.problems, *error.problems]) from error
     run = resolve(loaded, registry)
-    for remark in registry.notes:
+    for remark in (*registry.notes, *run.notes):
         note(remark)
     for broken in registry.quarantined:
         note(f"plugin {broken.name!r} of {broken.provider} is set aside: {broken.reason}")

@@ -7,9 +7,12 @@ import os
 import sys
 import traceback
 
-from draftsmith.errors import DiskSpaceError, DraftsmithError, Problem, Stopped
+from draftsmith.errors import DiskSpaceError, DraftsmithError, Problem, Stopped, UserError
 
 __all__ = ["report"]
+
+#: What the system refuses is for the user to mend, wherever it is met.
+_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def report(error: BaseException, *, debug: bool) -> int:
@@ -40,6 +43,12 @@ def _as_known(error: BaseException) -> DraftsmithError | None:
             "the disk is full",
             where=error.filename,
             hint="make room and start the same command again: it goes on where it stopped",
+        )
+    if isinstance(error, OSError) and error.errno in _ACCESS and error.filename is not None:
+        return UserError(
+            f"cannot be read or written: {error.strerror}",
+            where=str(error.filename),
+            hint="check who owns it, and whether that disk is mounted for writing",
         )
     return None
 

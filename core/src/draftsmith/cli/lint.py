@@ -23,6 +23,10 @@ def execute(arguments: argparse.Namespace) -> int:
     from draftsmith.checkpoint.lint import lint_checkpoint
 
     registry = common.open_registry(arguments.no_plugin)
+    if arguments.verifier is not None:
+        from draftsmith.verifier import read_verifier
+
+        read_verifier(arguments.verifier)  # one that was asked for must be there
     findings = lint_checkpoint(arguments.checkpoint, registry, verifier=arguments.verifier)
     for finding in findings:
         print(f"{finding.severity}: {finding.where}: {finding.what}")

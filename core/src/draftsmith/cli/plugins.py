@@ -138,7 +138,7 @@ def _yaml(value: Any) -> str:
 
 def _unknown(name: str, registry: PluginRegistry) -> Exception:
     from draftsmith.errors import DraftsmithError, UnknownNameError
-    from draftsmith.plugins.manager import FACETS
+    from draftsmith.plugins.manager import FACETS, distribution_of
 
     try:
         registry.require(name)
@@ -146,7 +146,8 @@ def _unknown(name: str, registry: PluginRegistry) -> Exception:
         known = {each.name for each in registry.plugins}
         for facet in FACETS:
             known.update(registry.catalog(facet).names())
-        return UnknownNameError("plugin or item", name, sorted(known), hint="see `draftsmith plugins list`")
+        hint = f"where its plugin is not installed: pip install {distribution_of(name)}; see `draftsmith plugins list`"
+        return UnknownNameError("plugin or item", name, sorted(known), hint=hint)
     except DraftsmithError as error:
         return error
     return UnknownNameError("plugin", name, [])

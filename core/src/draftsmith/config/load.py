@@ -129,6 +129,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Problem]]:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
+        _refuse_loops(node, where)
         data = {} if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -145,6 +146,18 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Problem]]:
     if node is not None:
         _walk(node, "", path, lines, problems)
     return data, lines, problems
+
+
+def _refuse_loops(node: Any, where: str, inside: tuple[int, ...] = ()) -> None:
+    """An alias may name what it stands in; no recipe needs that, and nothing that reads one would come to an end."""
+    if not isinstance(node, yaml.CollectionNode):
+        return
+    if id(node) in inside:
+        place = f"{where}:{node.start_mark.line + 1}"
+        raise ConfigError([Problem("a value contains itself", where=place, hint="take the alias (*name) out of it")])
+    for each in node.value:
+        for part in each if isinstance(each, tuple) else (each,):
+            _refuse_loops(part, where, (*inside, id(node)))
 
 
 def _walk(node: Any, prefix: str, path: Path, lines: dict[str, int], problems: list[Problem]) -> None:
@@ -181,9 +194,11 @@ def _apply(override: str, data: dict[str, Any], provenance: dict[str, str]) -> l
     if not equals or not all(parts):
         return [Problem("cannot be read", where=where, hint="write --set train.epochs=5")]
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = _value(text, where)
     except yaml.YAMLError as error:
         return [Problem(f"the value is not valid YAML: {getattr(error, 'problem', error)}", where=where)]
+    except ConfigError as error:
+        return list(error.problems)
     inner = data
     for depth, part in enumerate(parts[:-1]):
         outer = inner.get(part)
@@ -193,7 +208,11 @@ def _apply(override: str, data: dict[str, Any], provenance: dict[str, str]) -> l
             outer = {"name": outer}  # was in its short form
         elif not isinstance(outer, dict):
             path = ".".join(parts[: depth + 1])
-            return [Problem(f"{path} is a single value, and has no keys", where=where)]
+            if isinstance(outer, list):
+                what, hint = "is a list, and is set as a whole", f"write --set '{path}=[a, b]'"
+            else:
+                what, hint = "is a single value, and has no keys", f"write --set {path}=VALUE"
+            return [Problem(f"{path} {what}", where=where, hint=hint)]
         inner[part] = outer
         inner = outer
     key = ".".join(parts)
@@ -203,6 +222,16 @@ def _apply(override: str, data: dict[str, Any], provenance: dict[str, str]) -> l
     for path, _ in [(key, value), *leaves(value, key)]:
         provenance[path] = "--set"
     return []
+
+
+def _value(text: str, where: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        _refuse_loops(node, where)
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
 @functools.cache

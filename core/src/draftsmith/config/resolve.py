@@ -50,6 +50,7 @@ class ResolvedRun:
         speculative_tokens: K written into the checkpoint.
         registry: the loaded plugins.
         provenance: key path of each value → where it came from, options included.
+        notes: what works and may surprise.
     """
 
     recipe: Recipe
@@ -69,6 +70,7 @@ class ResolvedRun:
     speculative_tokens: int
     registry: PluginRegistry
     provenance: Mapping[str, str] = field(factory=dict)
+    notes: tuple[str, ...] = ()
 
     def resolved_recipe(self) -> dict[str, Any]:
         """The recipe as plain values, with the chosen facets and all options filled in."""
@@ -120,6 +122,7 @@ class _Resolver:
         self.problems: list[Problem] = list(loaded.problems)
         self.errors: list[DraftsmithError] = []
         self.provenance = dict(loaded.provenance)
+        self.notes: list[str] = []
 
     def run(self) -> ResolvedRun:
         recipe, registry = self.recipe, self.registry
@@ -144,10 +147,11 @@ class _Resolver:
                 requirements = self.requirements(algorithm, options, verifier)
         if verifier is not None:
             self.vocabulary(verifier)
+            self.length(verifier)
         self.raise_problems()
         # Everything below is there: what is missing has left a problem.
         return ResolvedRun(
-            recipe=recipe,
+            recipe=self.recipe,
             folders=RunFolders(Path(recipe.output).expanduser().absolute()),
             base=self.loaded.folder,
             verifier=_there(verifier),
@@ -164,6 +168,7 @@ class _Resolver:
             speculative_tokens=_there(speculative_tokens),
             registry=registry,
             provenance=self.provenance,
+            notes=tuple(self.notes),
         )
 
     # --- reporting ----------------------------------------------------------------------------------------------
@@ -317,6 +322,13 @@ class _Resolver:
                 f"layer ids {beyond} do not exist: the verifier has {verifier.num_layers} layers",
                 f"layer ids go from 0 (the embedding) to {verifier.num_layers}",
             )
+        elif not found:
+            from draftsmith.capture.plan import check_verifier
+
+            try:
+                check_verifier(verifier, requirements)
+            except VerifierError as error:
+                self.record(error, "verifier")
         return requirements
 
     def option_problem(self, problem: Problem) -> Problem:
@@ -352,6 +364,25 @@ class _Resolver:
                 f"choose at most {verifier.vocab_size}, or null for all tokens",
             )
 
+    def length(self, verifier: api.VerifierFacts) -> None:
+        wanted, row = self.recipe.data.max_length, self.recipe.train.tokens_per_row
+        most = most_positions(verifier)
+        if most is not None and wanted > most and self.provenance.get("data.max_length") == DEFAULT:
+            self.recipe = attrs.evolve(self.recipe, data=attrs.evolve(self.recipe.data, max_length=most))
+            self.provenance["data.max_length"] = "positions of the verifier"
+            wanted = most
+        elif most is not None and wanted > most:
+            self.report(
+                "data.max_length",
+                f"rows of {wanted} tokens are longer than the {most} positions that the verifier knows",
+                f"choose at most {most}",
+            )
+        if wanted > row:
+            self.notes.append(
+                f"rows are captured up to data.max_length ({wanted} tokens), and training cuts them at"
+                f" train.tokens_per_row ({row})"
+            )
+
     # --- files --------------------------------------------------------------------------------------------------
 
     def data(self) -> None:
@@ -370,6 +401,9 @@ class _Resolver:
 
     def file(self, name: str, key: str, *, may_be_hub: bool) -> None:
         path = self.loaded.folder / Path(name).expanduser()
+        if path.is_file() and may_be_hub:
+            self.suffix(path, key)
+            return
         if path.is_file() or (path.is_dir() and may_be_hub):
             return
         if any(each in name for each in "*?[") and any(self.loaded.folder.glob(name)):
@@ -377,6 +411,16 @@ class _Resolver:
         if may_be_hub and _HUB_NAME.fullmatch(name) and not name.lower().endswith(_DATA_SUFFIXES):
             return  # a hub's data set; whether it can be reached is found out when it is read
         self.report(key, f"there is no file {path}", _near_file(path) or "paths of data are relative to the recipe")
+
+    def suffix(self, path: Path, key: str) -> None:
+        from draftsmith.data.conversations import SUFFIXES
+
+        if path.suffix not in SUFFIXES:
+            self.report(
+                key,
+                f"files of the kind {path.suffix or path.name!r} are not read",
+                f"convert it to one of {', '.join(SUFFIXES)}",
+            )
 
     def output(self) -> None:
         if self.is_broken("output"):
@@ -390,6 +434,16 @@ class _Resolver:
             self.report("output", f"{existing} is a file, not a folder", "choose another output")
         elif not os.access(existing, os.W_OK | os.X_OK):
             self.report("output", f"cannot write into {existing}", "choose an output folder you can write to")
+
+
+def most_positions(verifier: api.VerifierFacts) -> int | None:
+    """The longest context of the verifier, a stretched rope included; None where its configuration does not say."""
+    keys = ("max_position_embeddings", "n_positions")
+    if all(verifier.text_config.get(key) is None for key in keys):
+        return None
+    rope = verifier.rope_parameters
+    stretched = float(rope.get("original_max_position_embeddings") or 0) * float(rope.get("factor") or 1)
+    return max(verifier.max_position_embeddings, int(stretched))
 
 
 def _there(value: Any) -> Any:

@@ -215,6 +215,8 @@ class Structurer:
             return self._literal(tuple(each.value for each in kind), data, path, make=kind)
         if not isinstance(kind, type):
             return data
+        if isinstance(data, str) and "\0" in data:
+            return self.report(path, f"holds a character that no name or path may have: {_shown(data)}")
         if isinstance(data, bool) and kind is not bool:
             return self._wrong(kind, data, path)
         return data if isinstance(data, kind) else self._wrong(kind, data, path)

@@ -176,7 +176,7 @@ class PluginRegistry:
             return
         known = [each.name for each in self.plugins]
         raise self._reason(name) or UnknownNameError(
-            "plugin", name, known, where=where, hint=f"pip install {_distribution_of(name)}"
+            "plugin", name, known, where=where, hint=f"pip install {distribution_of(name)}"
         )
 
     def _reason(self, name: str) -> DraftsmithError | None:
@@ -203,7 +203,7 @@ class PluginRegistry:
             return reason
         hints = []
         if kind in _KINDS_WITH_OWN_DISTRIBUTION:
-            hints.append(f"the plugin that provides it may be missing: pip install {_distribution_of(name)}")
+            hints.append(f"the plugin that provides it may be missing: pip install {distribution_of(name)}")
         else:
             hints.append(f"the package that provides this {kind} may be missing: pip install it beside draftsmith")
         aside = [each.name for each in self.quarantined] + [each.name for each in self.switched_off]
@@ -219,7 +219,7 @@ def _reload(disabled: Sequence[str], only: Sequence[str] | None) -> PluginRegist
     return load_plugins(disabled=disabled, only=only)
 
 
-def _distribution_of(name: str) -> str:
+def distribution_of(name: str) -> str:
     name = normalize(name)
     return name if name.startswith(f"{api.PROJECT_NAME}-") else f"{api.PROJECT_NAME}-{name}"
 
