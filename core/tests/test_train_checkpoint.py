@@ -130,6 +130,20 @@ def test_weights_of_the_best_or_of_the_last(tmp_path):
     assert (step, torch.equal(last["a"], tensors(8)["a"])) == (8, True)
 
 
+def test_damaged_ones_are_told_of_when_weights_are_taken(tmp_path):
+    best = Best(step=4, eal=3.0, loss=1.0)
+    write(tmp_path, 4, best=best)
+    write(tmp_path, 8, best=best)
+    truncate(write(tmp_path, 12, best=best) / "model.safetensors")
+    messages = []
+    assert load_training_weights(tmp_path, "best", messages.append)[1] == 4
+    assert "step-00000012" in messages[0]
+    truncate(tmp_path / "checkpoints" / "step-00000004" / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match="the best checkpoint is not whole") as caught:
+        load_training_weights(tmp_path)
+    assert "draftsmith train" in caught.value.hint
+
+
 def test_acceptance_decides_the_best_then_the_loss():
     old = Best(step=1, eal=2.0, loss=1.0)
     assert old.beats(None)

@@ -16,7 +16,7 @@ from attrs import field, frozen
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import CheckpointError
 
-__all__ = ["LayerConfig", "inherited_rope"]
+__all__ = ["ROPE_TYPES", "LayerConfig", "inherited_rope"]
 
 #: rope_type → the keys that both sides read alike.
 _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -34,6 +34,8 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
         "truncate",
     ),
 }
+#: The scalings that a draft may have.
+ROPE_TYPES = tuple(_ROPE_KEYS)
 
 
 def inherited_rope(verifier: VerifierFacts) -> dict[str, Any]:
@@ -167,8 +169,17 @@ class LayerConfig:
         """The inverse of :meth:`to_dict`; also reads configurations that other projects wrote.
 
         Raises:
-            CheckpointError: a size is missing, or the layer type is one that vLLM has no draft for.
+            CheckpointError: a size is missing or no number, or the layer type is one that vLLM has no draft for.
         """
+        try:
+            return cls._from_dict(config)
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise CheckpointError(
+                f"a value is not of its kind: {error}", where="transformer_layer_config", hint="write sizes as numbers"
+            ) from error
+
+    @classmethod
+    def _from_dict(cls, config: Mapping[str, Any]) -> LayerConfig:
         kind = config.get("model_type") or "llama"
         if kind not in ("llama", "qwen3"):
             raise CheckpointError(

@@ -65,6 +65,12 @@ def test_default_layer_ids(layers: int, ids: tuple[int, ...]) -> None:
         ({"layer_overrides": {"num_key_value_heads": 3}}, "divide"),
         ({"layer_overrides": {"head_dim": 31}}, "odd"),
         ({"layer_overrides": {"sliding_window": 4}}, "option of its own"),
+        ({"layer_overrides": {"hidden_act": "gelu"}}, "hidden_act: 'gelu' is not something"),
+        ({"layer_overrides": {"rope_theta": 5000}}, "have no rope_theta"),
+        ({"layer_overrides": {"rope_parameters": "plain"}}, "not of its kind"),
+        ({"layer_overrides": {"rope_parameters": {"rope_type": "funny"}}}, "'funny'"),
+        ({"layer_overrides": {"rope_parameters": {"rope_type": "yarn"}}}, "needs a factor"),
+        ({"layer_overrides": {"num_attention_heads": "many"}}, "not of its kind"),
     ],
 )
 def test_options_that_cannot_work(material: Material, options: dict[str, Any], message: str) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, in_, le, optional
 
 from draftsmith.api import CaptureRequirements, Problem, VerifierFacts
-from draftsmith.errors import CheckpointError
-from draftsmith.layer_config import LayerConfig
+from draftsmith.errors import CheckpointError, did_you_mean
+from draftsmith.layer_config import ROPE_TYPES, LayerConfig
 
 __all__ = ["Eagle3Options", "check", "default_layer_ids", "layer_config", "max_speculative_tokens", "requirements"]
 
@@ -150,9 +150,40 @@ def _check_overrides(options: Eagle3Options, verifier: VerifierFacts) -> Sequenc
                 hint="set num_attention_heads and num_key_value_heads so that they do",
             )
         )
+    problems += _check_rope(config)
+    problems += _check_taken_over(options.layer_overrides or {}, config)
     if config.head_dim % 2:
         problems.append(Problem(f"a head dimension of {config.head_dim} cannot be rotated: it is odd", where=where))
     return problems
+
+
+def _check_rope(config: LayerConfig) -> Sequence[Problem]:
+    where = "algorithm.options.layer_overrides"
+    kind = config.rope_parameters["rope_type"]
+    if kind not in ROPE_TYPES:
+        what = f"the rotary scaling {kind!r} is not one that training and vLLM compute alike"
+        return [Problem(what, where=where, hint=f"one of {', '.join(ROPE_TYPES)}")]
+    if kind != "default" and config.rope_parameters.get("factor") is None:
+        what = f"the rotary scaling {kind!r} needs a factor"
+        return [Problem(what, where=where, hint="write rope_parameters whole")]
+    return ()
+
+
+def _check_taken_over(overrides: Mapping[str, Any], config: LayerConfig) -> Sequence[Problem]:
+    """An override that the network does not follow would be trained one way and served another, or do nothing."""
+    have = config.to_dict()
+    own = {"model_type", "num_hidden_layers", "sliding_window"}  # reported as options of their own
+    return [
+        Problem(
+            f"{key}: {value!r} is not something that the draft's layers can have"
+            if key in have
+            else f"the draft's layers have no {key}",
+            where="algorithm.options.layer_overrides",
+            hint=(did_you_mean(key, have) if key not in have else None) or "leave it out",
+        )
+        for key, value in overrides.items()
+        if key not in own | {"rope_parameters"} and have.get(key) != value
+    ]
 
 
 def _check_layer_ids(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
