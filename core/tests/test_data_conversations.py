@@ -198,6 +198,8 @@ def test_parquet_and_jsonl_give_the_same(tmp_path: Path) -> None:
         assert a.messages == b.messages
         assert a.tools == b.tools
     assert count_rows(["a.jsonl", "b.parquet"], tmp_path) == 4
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().rstrip("\n"))
+    assert count_rows(["a.jsonl", "b.parquet"], tmp_path) == 4
 
 
 def test_json_lists_folders_and_globs(tmp_path: Path) -> None:

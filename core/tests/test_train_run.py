@@ -216,6 +216,15 @@ def test_what_is_bad_is_captured_anew_at_the_next_start(run):
     assert run_capture(resolved) == record
 
 
+def test_a_lost_manifest_is_written_anew_at_the_next_start(run):
+    resolved = run(epochs=1)
+    (resolved.folders.states / "manifest.json").unlink()
+    with pytest.raises(OutputError, match="manifest"):
+        run_train(resolved)
+    run_capture(resolved)
+    run_train(resolved)
+
+
 def test_damaged_statistics_are_computed_anew_at_the_next_start(run):
     resolved = run(epochs=1)
     (part,) = (resolved.folders.states / "teacher").iterdir()

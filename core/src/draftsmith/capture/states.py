@@ -136,8 +136,11 @@ def open_states(run: ResolvedRun) -> CapturedStates:
         refused = dict(manifest["refused"])
         teacher_dtype = manifest.get("teacher_dtype")
     except (OSError, ValueError, KeyError, TypeError) as error:
+        suspect_capture(run)
         raise OutputError(
-            f"the manifest of the capture cannot be read: {error}", where=str(path), hint=hint
+            f"the manifest of the capture cannot be read: {error}",
+            where=str(path),
+            hint="run `draftsmith capture` again: it reads all states, and writes it anew",
         ) from error
     return CapturedStates(run_transport(run), state_layout(run), folder, refused, teacher_dtype)
 

@@ -164,8 +164,12 @@ def count_rows(sources: Sequence[str], base: Path) -> int:
             if file.suffix == ".parquet":
                 total += _open_parquet(file).metadata.num_rows
             elif file.suffix == ".jsonl":
+                end = b"\n"
                 with open(file, "rb") as handle:
-                    total += sum(chunk.count(b"\n") for chunk in iter(lambda: handle.read(1 << 20), b""))
+                    for chunk in iter(lambda: handle.read(1 << 20), b""):
+                        total += chunk.count(b"\n")
+                        end = chunk[-1:]
+                total += end != b"\n"  # the last line need not end
     return total
 
 

@@ -175,7 +175,9 @@ class Store:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TransportError(
-                f"the layout of the hidden states cannot be read: {error}", where=str(path)
+                f"the layout of the hidden states cannot be read: {error}",
+                where=str(path),
+                hint="remove that file: every shard says the same of itself",
             ) from error
 
     # --- finding ------------------------------------------------------------------------------------------------
