@@ -201,6 +201,8 @@ def test_whatever_decides_an_answer_decides_its_key(plan: RegenerationPlan) -> N
         evolve(plan, sampling=Sampling(temperature=0.7)),
         evolve(plan, sampling=Sampling(top_p=0.9)),
         evolve(plan, sampling=Sampling(top_k=5)),
+        evolve(plan, engine="transformers"),
+        evolve(plan, dtype="bfloat16"),
     ]
     keys = [answer_key([1, 2, 3], 8, each) for each in plans]
     keys += [answer_key([1, 2], 8, plan), answer_key([1, 2, 3], 9, plan)]

@@ -18,7 +18,7 @@ from typing import Any
 from attrs import frozen
 
 from draftsmith.api import VerifierFacts
-from draftsmith.errors import ServingError, VerifierError
+from draftsmith.errors import ServingError
 
 __all__ = ["Answer", "AnswerRequest", "Generator", "TransformersGenerator", "VllmGenerator", "open_generator"]
 
@@ -260,20 +260,16 @@ class TransformersGenerator(Generator):
         dtype: str,
         trust_remote_code: bool,
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
-        from draftsmith.device import resolve_device, resolve_dtype
+        from draftsmith.capture.engines.transformers import load_verifier, own_dtype, verifier_dtype
+        from draftsmith.device import resolve_device
 
         device = resolve_device("auto")
-        try:
-            self._model = AutoModelForCausalLM.from_pretrained(
-                verifier.path, dtype=resolve_dtype(dtype, device), trust_remote_code=trust_remote_code
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise VerifierError(
-                f"the verifier cannot be loaded: {error}", where=str(verifier.path), hint="is the model complete?"
-            ) from error
-        self._model.to(device).eval()
+        self._model: Any = load_verifier(
+            verifier.path,
+            dtype=verifier_dtype(dtype, own_dtype(verifier), device),
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
         self._device = device
         self._sampling = sampling
         self._batch_size = batch_size

@@ -103,6 +103,7 @@ def prepare_fingerprint(run: ResolvedRun) -> dict[str, Any]:
         )
     regenerated = data.responses == "regenerate"
     generation = {key: value for key, value in asdict(data.generation).items() if key != "batch_size"}
+    generation |= {"engine": run.recipe.capture.engine, "dtype": run.recipe.capture.dtype}
     return {
         "format": FORMAT,
         "verifier": run.verifier.fingerprint,
@@ -334,19 +335,21 @@ class _Preparation:
             sampling=Sampling(temperature=generation.temperature, top_p=generation.top_p, top_k=generation.top_k),
             max_tokens=generation.max_tokens,
             max_length=self.data.max_length,
+            engine=run.recipe.capture.engine,
+            dtype=run.recipe.capture.dtype,
             seed=generation.seed,
             keep_cut_answers=self.data.keep_cut_answers,
         )
 
         def open_engine() -> Generator:
             return open_generator(
-                run.recipe.capture.engine,
+                plan.engine,
                 run.verifier,
                 self.tokenizer,
                 plan.sampling,
                 batch_size=generation.batch_size,
                 max_length=self.data.max_length,
-                dtype=run.recipe.capture.dtype,
+                dtype=plan.dtype,
                 trust_remote_code=run.recipe.trust_remote_code,
                 log=run.folders.answers / "engine.log",
             )

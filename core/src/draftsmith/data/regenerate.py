@@ -111,6 +111,7 @@ class RegenerationPlan:
         sampling: temperature, top_p, top_k.
         max_tokens: longest answer.
         max_length: longest row, prompt and answer together.
+        engine, dtype: what runs the verifier, as the recipe names them: rounding alone can change an answer.
         seed: from which each answer's own seed derives.
         keep_cut_answers: keep rows whose answer was cut at a limit.
     """
@@ -119,6 +120,8 @@ class RegenerationPlan:
     sampling: Sampling
     max_tokens: int
     max_length: int
+    engine: str = "auto"
+    dtype: str = "auto"
     seed: int = 0
     keep_cut_answers: bool = False
 
@@ -147,7 +150,9 @@ def answer_key(prompt_ids: Sequence[int], max_tokens: int, plan: RegenerationPla
     The prompt's tokens stand for messages, tools, template and template arguments: whatever changes them changes the
     tokens, and what does not change the tokens does not change the answer.
     """
-    return digest([list(prompt_ids), max_tokens, asdict(plan.sampling), plan.seed, plan.verifier])
+    return digest(
+        [list(prompt_ids), max_tokens, asdict(plan.sampling), plan.seed, plan.verifier, plan.engine, plan.dtype]
+    )
 
 
 @define
