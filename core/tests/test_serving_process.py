@@ -34,6 +34,9 @@ def test_the_environment_of_a_cpu_engine(monkeypatch, tmp_path):
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
     monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
     assert vllm_environment(gpu=False)["LD_PRELOAD"].endswith("libiomp5.so:/lib/other.so")
+    monkeypatch.setenv("LD_PRELOAD", "/torch/lib/libgomp-1.so.1 /lib/other.so:/else/libiomp5.so")
+    assert vllm_environment(gpu=False)["LD_PRELOAD"] == f"{tmp_path}/lib/libiomp5.so:/lib/other.so"
+    monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
     # What the user set stays, and a GPU needs none of it.
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     assert vllm_environment(gpu=False)["VLLM_CPU_KVCACHE_SPACE"] == "7"

