@@ -15,10 +15,19 @@ from attrs import define, field
 from draftsmith.capture.address import TransportAddress
 from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Request, choose_engine
 from draftsmith.capture.plan import Plan, check_disk, check_verifier, human_seconds
-from draftsmith.capture.states import MANIFEST, SAMPLES, SUSPECT, TEACHER, WORK, run_transport, state_layout
+from draftsmith.capture.states import (
+    MANIFEST,
+    SAMPLES,
+    SUSPECT,
+    TEACHER,
+    WORK,
+    prepared_record,
+    run_transport,
+    state_layout,
+)
 from draftsmith.data.dataset import PreparedData, open_prepared
 from draftsmith.device import resolve_dtype, training_device
-from draftsmith.errors import FingerprintMismatch, NumericsError, OutputError, SampleCorrupt, UserError
+from draftsmith.errors import FingerprintMismatch, NumericsError, SampleCorrupt, UserError
 from draftsmith.interfaces import HiddenStateTransport, StateLayout
 from draftsmith.progress import stage_progress
 from draftsmith.stages import Stage, StageRecord, write_json_atomically
@@ -91,13 +100,7 @@ def capture_fingerprint(run: ResolvedRun) -> dict[str, Any]:
     Raises:
         OutputError: there is no complete prepared data.
     """
-    prepared = Stage("prepare", run.folders.prepared).record()
-    if prepared is None or not prepared.complete:
-        raise OutputError(
-            "there is no complete prepared data",
-            where=str(run.folders.prepared),
-            hint="run `draftsmith prepare` first",
-        )
+    prepared = prepared_record(run)
     capture = run.recipe.capture
     return {
         "previous": prepared.digest,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.capture.address import open_transport
 from draftsmith.errors import OutputError
 from draftsmith.interfaces import HiddenStateReader, HiddenStateTransport, StateLayout
-from draftsmith.stages import Stage, digest
+from draftsmith.stages import Stage, StageRecord, digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +28,8 @@ SUSPECT = "suspect"
 _TOKEN_KEYS = ("tokenizer", "chat_template", "template_arguments")
 
 
-def state_layout(run: ResolvedRun) -> StateLayout:
-    """The layout of *run*'s states, with the fingerprint of all that they depend on.
-
-    Rows are named by their content, so the fingerprint holds what *any* row's states depend on: the verifier, the
-    tokenizer and the chat template with its arguments, the layer ids, and the dtypes.
+def prepared_record(run: ResolvedRun) -> StageRecord:
+    """The record of *run*'s prepare stage.
 
     Raises:
         OutputError: there is no complete prepared data.
@@ -44,6 +41,19 @@ def state_layout(run: ResolvedRun) -> StateLayout:
             where=str(run.folders.prepared),
             hint="run `draftsmith prepare` first",
         )
+    return prepared
+
+
+def state_layout(run: ResolvedRun) -> StateLayout:
+    """The layout of *run*'s states, with the fingerprint of all that they depend on.
+
+    Rows are named by their content, so the fingerprint holds what *any* row's states depend on: the verifier, the
+    tokenizer and the chat template with its arguments, the layer ids, and the dtypes.
+
+    Raises:
+        OutputError: there is no complete prepared data.
+    """
+    prepared = prepared_record(run)
     layer_ids = run.requirements.ids(run.verifier.num_layers)
     dtype = run.recipe.capture.store_dtype
     fingerprint = {
