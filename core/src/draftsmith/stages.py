@@ -35,6 +35,7 @@ __all__ = [
     "digest",
     "sole_writer",
     "write_json_atomically",
+    "write_text_atomically",
 ]
 
 FILE = "stage.json"
@@ -50,7 +51,12 @@ def digest(value: Any) -> str:
 
 
 def write_json_atomically(path: Path, value: Any) -> None:
-    """Write JSON so that a reader, or a kill at any moment, sees the old file or the new one.
+    """Write JSON as :func:`write_text_atomically` writes text."""
+    write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write *text* so that a reader, or a kill at any moment, sees the old file or the new one.
 
     Raises:
         OutputError: the folder cannot be written to. DiskSpaceError: it has no room.
@@ -59,8 +65,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False, default=str)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

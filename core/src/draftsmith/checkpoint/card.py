@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith import __version__
 from draftsmith.api import PROJECT_NAME, ServingPlan
-from draftsmith.errors import OutputError
+from draftsmith.stages import write_text_atomically
 
 if TYPE_CHECKING:
     from draftsmith.config.resolve import ResolvedRun
 
-__all__ = ["CARD", "add_measurement", "model_card", "serving_commands", "write_text_atomically"]
+__all__ = ["CARD", "add_measurement", "model_card", "serving_commands"]
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write *text* so that a reader, or a kill at any moment, sees the old file or the new one.
-
-    Raises:
-        OutputError: the folder cannot be written to.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OutputError(f"cannot write: {error.strerror}", where=str(path)) from error
 
 
 def serving_commands(plan: ServingPlan, verifier: str, checkpoint: str) -> list[str]:

@@ -14,14 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from draftsmith import __version__
-from draftsmith.checkpoint.card import CARD, model_card, write_text_atomically
+from draftsmith.checkpoint.card import CARD, model_card
 from draftsmith.checkpoint.exported import CONFIG, OWN_KEY, WEIGHTS, open_format
 from draftsmith.checkpoint.lint import lint_checkpoint
 from draftsmith.checkpoint.training import load_training_weights, load_weights_into
 from draftsmith.data.dataset import open_prepared
 from draftsmith.errors import CheckpointError, DiskSpaceError, NumericsError, OutputError
 from draftsmith.interfaces import ExportContext
-from draftsmith.stages import Stage, StageRecord, write_json_atomically
+from draftsmith.stages import Stage, StageRecord, write_json_atomically, write_text_atomically
 from draftsmith.train.setup import build_algorithm, build_draft
 from draftsmith.verifier_weights import load_verifier_weights
 
