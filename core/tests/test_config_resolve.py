@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.cli import main
 from draftsmith.config.load import load_recipe
 from draftsmith.config.resolve import resolve
 from draftsmith.errors import ConfigError, PluginError, UnknownNameError, UserError
@@ -256,3 +258,53 @@ def test_data_of_a_kind_that_is_not_read(recipe, tmp_path):
     (tmp_path / "c.csv").write_text("question,answer\n")
     (problem,) = problems_of(recipe, "data.sources=[c.csv]")
     assert "'.csv' are not read" in problem
+
+
+@pytest.fixture
+def untapped(recipe, tmp_path):
+    """A recipe whose verifier is of a family that the installed vLLM gives no hidden states of."""
+    from draftsmith.testing.verifiers import make_tiny_verifier
+
+    rest = recipe.read_text().partition("\n")[2]
+    recipe.write_text(f"verifier: {make_tiny_verifier(tmp_path / 'gemma', 'gemma3')}\n{rest}")
+    return recipe
+
+
+@pytest.mark.vllm
+def test_an_engine_that_cannot_tap_the_verifier_is_refused_before_anything_starts(untapped):
+    (problem,) = problems_of(untapped, "capture.engine=vllm")
+    assert problem.startswith("--set: capture.engine: the installed vLLM does not hand out the hidden states of Gem")
+    assert "use engine: transformers" in problem
+    with pytest.raises(ConfigError):
+        run_of(untapped, "capture.engine=vllm")
+    # Where the states were captured elsewhere, training asks nothing of this machine's vLLM.
+    loaded = load_recipe(untapped, ["capture.engine=vllm"])
+    assert resolve(loaded, load_plugins(), ["train"]).capture_engine == "vllm"
+
+
+@pytest.mark.vllm
+def test_an_automatic_engine_that_cannot_tap_the_verifier_is_another_and_says_so(untapped, capsys):
+    run = run_of(untapped)
+    assert run.capture_engine == "transformers"
+    (note,) = run.notes
+    assert "does not hand out the hidden states of Gemma3" in note
+    assert "transformers captures them" in note
+    assert "refuse to serve" in note
+    assert main(["run", str(untapped), "--explain"]) == 0
+    told = capsys.readouterr()
+    assert "engine of the capture: transformers" in told.out
+    assert note in told.err
+    assert "transformers captures" not in run_of(untapped, "capture.engine=transformers").notes[0]
+
+
+@pytest.mark.vllm
+def test_an_automatic_engine_is_vllm_where_it_can_be(recipe):
+    run = run_of(recipe)
+    assert (run.capture_engine, run.notes) == ("vllm", ())
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_anything_starts(recipe, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run_of(recipe).capture_engine == "transformers"
+    (problem,) = problems_of(recipe, "capture.engine=vllm")
+    assert problem.startswith("--set: capture.engine: vLLM is not installed")

@@ -13,7 +13,7 @@ import cattrs
 from attrs import define, field
 
 from draftsmith.capture.address import TransportAddress
-from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Request, choose_engine
+from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Request
 from draftsmith.capture.plan import Plan, check_disk, check_verifier, human_seconds
 from draftsmith.capture.states import (
     MANIFEST,
@@ -60,7 +60,6 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
             where="transport",
             hint="use a persistent transport with random access",
         )
-    engine_name = choose_engine(run.recipe.capture.engine, run.verifier)
     stage = Stage("capture", run.folders.states)
     state = stage.begin(capture_fingerprint(run), overwrite=overwrite)
     suspect = run.folders.states / SUSPECT
@@ -79,7 +78,7 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
     if overwrite and (state == "fresh" or not _fits(transport, layout)):
         # Of an earlier capture, where the transport is not in the folder. Without --overwrite it may be anybody's.
         transport.remove_all()
-    summary = _Capture(run, console, transport, layout, engine_name).make()
+    summary = _Capture(run, console, transport, layout, run.capture_engine).make()
     suspect.unlink(missing_ok=True)
     return stage.finish(summary)
 

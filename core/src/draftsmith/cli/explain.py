@@ -41,6 +41,7 @@ def print_explanation(run: ResolvedRun) -> None:
         print(f"{key:<{keys}}  {value:<{min(values, 40)}}  {origin}")
     registry = run.registry
     print(f"\nlayer ids to capture: {list(run.requirements.ids(run.verifier.num_layers))}")
+    print(f"engine of the capture: {run.capture_engine}")
     print(f"verifier: {run.verifier.path} ({run.verifier.fingerprint})")
     print(f"output: {run.folders.output}")
     for kind, item, catalog in (

@@ -19,9 +19,9 @@ from draftsmith import __version__, api
 from draftsmith.config.load import DEFAULT, LoadedRecipe, leaves
 from draftsmith.config.schema import NamedConfig, Recipe
 from draftsmith.config.structure import INVALID, Structurer, plain
-from draftsmith.errors import ConfigError, DraftsmithError, Problem, VerifierError
+from draftsmith.errors import ConfigError, DraftsmithError, Problem, ServingError, VerifierError
 from draftsmith.plugins import Catalog, PluginRegistry
-from draftsmith.stages import RunFolders
+from draftsmith.stages import STAGES, RunFolders
 
 __all__ = ["RUN_FILE", "ResolvedRun", "resolve"]
 
@@ -47,6 +47,7 @@ class ResolvedRun:
         algorithm_options, transport_options: instances of their ``options`` classes.
         loss_options: keyword arguments of the loss's implementation.
         requirements: which hidden states must be captured.
+        capture_engine: what ``capture.engine`` comes to, with what is installed here: ``vllm`` or ``transformers``.
         speculative_tokens: K written into the checkpoint.
         registry: the loaded plugins.
         provenance: key path of each value → where it came from, options included.
@@ -67,6 +68,7 @@ class ResolvedRun:
     transport: api.Transport
     transport_options: Any
     requirements: api.CaptureRequirements
+    capture_engine: str
     speculative_tokens: int
     registry: PluginRegistry
     provenance: Mapping[str, str] = field(factory=dict)
@@ -100,23 +102,28 @@ class ResolvedRun:
         }
 
 
-def resolve(loaded: LoadedRecipe, registry: PluginRegistry) -> ResolvedRun:
+def resolve(loaded: LoadedRecipe, registry: PluginRegistry, stages: Sequence[str] = STAGES) -> ResolvedRun:
     """Resolve names, structure options, read the verifier's facts, and cross-check.
 
     Relative paths of data are taken from the recipe's folder; ``verifier`` and ``output`` from the current folder.
+
+    Args:
+        stages: those that are to run. What only others need is not asked of this machine: where hidden states were
+            captured elsewhere, training needs no engine for them.
 
     Raises:
         ConfigError: with all problems found, those of ``loaded.problems`` included.
         PluginError: the only problem is a broken plugin that the recipe asks for.
     """
-    return _Resolver(loaded, registry).run()
+    return _Resolver(loaded, registry, stages).run()
 
 
 class _Resolver:
     """One resolution; gathers problems in order of the recipe."""
 
-    def __init__(self, loaded: LoadedRecipe, registry: PluginRegistry) -> None:
+    def __init__(self, loaded: LoadedRecipe, registry: PluginRegistry, stages: Sequence[str]) -> None:
         self.loaded = loaded
+        self.stages = stages
         self.recipe = loaded.recipe
         self.registry = registry
         self.problems: list[Problem] = list(loaded.problems)
@@ -140,7 +147,7 @@ class _Resolver:
             self.named(registry.observers, name, f"observers.{index}")
         self.data()
         self.output()
-        requirements = speculative_tokens = None
+        requirements = speculative_tokens = engine = None
         if algorithm is not None and options is not None:
             speculative_tokens = self.speculative_tokens(algorithm, options)
             if verifier is not None:
@@ -148,6 +155,7 @@ class _Resolver:
         if verifier is not None:
             self.vocabulary(verifier)
             self.length(verifier)
+            engine = self.engine(verifier)
         self.raise_problems()
         # Everything below is there: what is missing has left a problem.
         return ResolvedRun(
@@ -165,6 +173,7 @@ class _Resolver:
             transport=_there(transport),
             transport_options=transport_options,
             requirements=_there(requirements),
+            capture_engine=_there(engine),
             speculative_tokens=_there(speculative_tokens),
             registry=registry,
             provenance=self.provenance,
@@ -382,6 +391,23 @@ class _Resolver:
                 f"rows are captured up to data.max_length ({wanted} tokens), and training cuts them at"
                 f" train.tokens_per_row ({row})"
             )
+
+    def engine(self, verifier: api.VerifierFacts) -> str:
+        """The engine of the capture. What it cannot do is told now, not when prepare has spent its hours."""
+        from draftsmith.capture.engines import choose_engine, verifier_problem
+
+        wanted = self.recipe.capture.engine
+        try:
+            chosen = choose_engine(wanted, verifier)
+        except ServingError as error:
+            chosen = wanted
+            if "capture" in self.stages:
+                self.report("capture.engine", error.what, error.hint)
+        untapped = verifier_problem(verifier)
+        if untapped and chosen == "transformers":
+            captured = "transformers captures them, and " if wanted == "auto" else ""
+            self.notes.append(f"{untapped}: {captured}that vLLM will refuse to serve a draft that reads them")
+        return chosen
 
     # --- files --------------------------------------------------------------------------------------------------
 
