@@ -24,6 +24,7 @@ from draftsmith.api import CaptureRequirements, TransportGuarantees
 from draftsmith.capture import run as stage
 from draftsmith.capture.address import TransportAddress
 from draftsmith.capture.engines.transformers import find_decoder, hidden_states, load_verifier
+from draftsmith.capture.plan import human_bytes
 from draftsmith.capture.run import run_capture
 from draftsmith.capture.states import open_states, run_transport, state_layout
 from draftsmith.capture.statistics import StatisticsTable
@@ -84,7 +85,7 @@ def reopen(run):
 
 
 def test_what_is_stored_is_what_the_verifier_computes(make_run) -> None:
-    run = make_run()
+    run = make_run("train.compute_dtype=float32")  # the teacher's, which is compared with float32 below
     output = io.StringIO()
     record = run_capture(run, Console(file=output, width=200))
     rows, states = rows_of(run), open_states(run)
@@ -253,6 +254,30 @@ def test_a_disk_that_is_too_small_stops_it_before_it_starts(make_run, monkeypatc
     monkeypatch.undo()
     monkeypatch.setattr(kind, "free_bytes", lambda self: 1000)
     assert run_capture(make_run("capture.ignore_disk_space=true")).complete
+
+
+def test_what_compaction_needs_on_top_must_be_free_as_well(make_run, monkeypatch) -> None:
+    run = make_run()
+    kind = type(run_transport(run))
+    lengths = [len(row.token_ids) for row in rows_of(run)]
+    at_rest = run_transport(run).bytes_for(state_layout(run), sum(lengths), len(lengths))
+    asked = []
+
+    def twice(self, layout, tokens, samples, *, longest):
+        asked.append((tokens, samples, longest))
+        return 2 * at_rest
+
+    monkeypatch.setattr(kind, "free_bytes", lambda self: int(1.5 * at_rest))
+    monkeypatch.setattr(kind, "peak_bytes_for", twice)
+    monkeypatch.setattr(stage, "make_engine", lambda *a, **k: pytest.fail("started"))
+    output = io.StringIO()
+    with pytest.raises(DiskSpaceError, match="will take up to"):
+        run_capture(run, Console(file=output, width=200))
+    assert asked == [(sum(lengths), len(lengths), max(lengths))]
+    assert f"at most {human_bytes(2 * at_rest)} while they are stored" in output.getvalue()
+    monkeypatch.undo()
+    monkeypatch.setattr(kind, "free_bytes", lambda self: int(1.5 * at_rest))
+    assert run_capture(run).complete
 
 
 def test_hybrid_verifiers_are_refused_before_anything(make_run) -> None:

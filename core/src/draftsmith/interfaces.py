@@ -564,6 +564,14 @@ class HiddenStateTransport(ABC):
         width = {"float32": 4, "float16": 2, "bfloat16": 2}[layout.dtype]
         return tokens * (len(layout.layer_ids) * layout.hidden_size * width + 8) + 256 * samples
 
+    def peak_bytes_for(self, layout: StateLayout, tokens: int, samples: int, *, longest: int) -> int:
+        """Bytes that they take at most while they are put and compacted; the longest has *longest* tokens.
+
+        What a capture must find free: a transport that writes its resting form before it removes the other overrides
+        this, and says how much of them is there twice at once.
+        """
+        return self.bytes_for(layout, tokens, samples)
+
     def free_bytes(self) -> int | None:
         """Bytes that can still be stored; None where the transport cannot say."""
         return None
