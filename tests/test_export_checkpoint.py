@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from draftsmith.checkpoint.card import add_measurement
-from draftsmith.checkpoint.export import write_export, write_tensors_atomically
+from draftsmith.checkpoint.export import write_export
 from draftsmith.checkpoint.exported import load_draft, open_format, read_config, read_header, read_tensor
 from draftsmith.checkpoint.lint import lint_checkpoint
-from draftsmith.errors import CheckpointError, DiskSpaceError, NumericsError, OutputError, UnknownNameError
+from draftsmith.errors import CheckpointError, NumericsError, UnknownNameError
 from draftsmith.interfaces import ExportContext
 from draftsmith.testing.verifiers import make_tiny_verifier
 
@@ -111,26 +110,6 @@ def test_a_format_that_forgets_a_tensor_is_refused(exported, tmp_path, registry)
     with pytest.raises(CheckpointError, match=r"missing \['fc.weight'\]"):
         write_export(tmp_path / "bad", Forgetful(), exported.model, context_of(exported), {})
     assert not (tmp_path / "bad").exists()
-
-
-def test_a_full_disk_leaves_what_was_there(checkpoint_copy, monkeypatch):
-    path = checkpoint_copy / "model.safetensors"
-    before = path.read_bytes()
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DiskSpaceError):
-        write_tensors_atomically(path, {"x": torch.ones(4)})
-    assert path.read_bytes() == before
-    assert sorted(each.name for each in checkpoint_copy.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_a_folder_that_cannot_be_written_to(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError):
-        write_tensors_atomically(tmp_path / "file" / "model.safetensors", {"x": torch.ones(4)})
 
 
 def test_loading_says_what_is_wrong(checkpoint_copy, tmp_path, registry):

@@ -7,9 +7,6 @@ over the n samples, ``token`` int32 [N] and ``logsumexp`` float32 [N].
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,11 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from draftsmith.errors import DiskSpaceError, OutputError, SampleCorrupt, SampleError, SampleMissing
+from draftsmith.errors import OutputError, SampleCorrupt, SampleError, SampleMissing
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample
+from draftsmith.stages import write_tensors_atomically
 
 __all__ = ["StatisticsDamaged", "StatisticsTable", "compute_statistics"]
 
@@ -122,7 +119,8 @@ class _PartWriter:
         if not self._pending:
             return
         ids = b"".join(bytes.fromhex(sample_id) for sample_id, _, _ in self._pending)
-        data = save(
+        write_tensors_atomically(
+            self._folder / f"part-{secrets.token_hex(8)}.safetensors",
             {
                 "sample_ids": torch.frombuffer(bytearray(ids), dtype=torch.uint8).view(-1, 16),
                 "lengths": torch.tensor([len(token) for _, token, _ in self._pending], dtype=torch.int32),
@@ -131,27 +129,7 @@ class _PartWriter:
             },
             metadata={"format": "draftsmith.teacher_statistics", "version": "1"},
         )
-        _write_atomically(self._folder / f"part-{secrets.token_hex(8)}.safetensors", data)
         self._pending, self._tokens = [], 0
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        kind = DiskSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else OutputError
-        raise kind(
-            f"cannot write the teacher's statistics: {error.strerror}",
-            where=str(path.parent),
-            hint="make room, then run the same command again: it goes on where it stopped",
-        ) from error
 
 
 def compute_statistics(

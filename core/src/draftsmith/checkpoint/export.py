@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from draftsmith import __version__
 from draftsmith.checkpoint.card import CARD, model_card
@@ -19,9 +14,15 @@ from draftsmith.checkpoint.exported import CONFIG, OWN_KEY, WEIGHTS, open_format
 from draftsmith.checkpoint.lint import lint_checkpoint
 from draftsmith.checkpoint.training import load_training_weights, load_weights_into
 from draftsmith.data.dataset import open_prepared
-from draftsmith.errors import CheckpointError, DiskSpaceError, NumericsError, OutputError
+from draftsmith.errors import CheckpointError, NumericsError
 from draftsmith.interfaces import ExportContext
-from draftsmith.stages import Stage, StageRecord, write_json_atomically, write_text_atomically
+from draftsmith.stages import (
+    Stage,
+    StageRecord,
+    write_json_atomically,
+    write_tensors_atomically,
+    write_text_atomically,
+)
 from draftsmith.train.setup import build_algorithm, build_draft
 from draftsmith.verifier_weights import load_verifier_weights
 
@@ -184,28 +185,6 @@ def _check_complete(format_: CheckpointFormat, config: Mapping[str, Any], tensor
             f"of another shape {wrong}",
             hint="the checkpoint schema and the draft architecture do not belong together",
         )
-
-
-def write_tensors_atomically(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file, complete before it has its name.
-
-    Raises:
-        DiskSpaceError: the disk is full. OutputError: it cannot be written for another reason.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(dict(tensors), temporary, metadata={"format": "pt"})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
-        if full:
-            raise DiskSpaceError("no room for the exported weights", where=str(path), hint="make room") from error
-        raise OutputError(f"cannot write: {error}", where=str(path)) from error
 
 
 def _build(run: ResolvedRun) -> tuple[DraftAlgorithm, nn.Module]:

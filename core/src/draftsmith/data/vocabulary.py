@@ -5,16 +5,16 @@ Convention of vLLM: ``target_id = draft_id + d2t[draft_id]``; ``nonzero(t2d) == 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.errors import DataError
 from draftsmith.interfaces import VocabularyMap
+from draftsmith.stages import write_tensors_atomically
 
 __all__ = ["build_vocabulary", "coverage", "load_vocabulary", "save_vocabulary"]
 
@@ -53,10 +53,12 @@ def coverage(vocabulary: VocabularyMap, counts: Tensor) -> float:
 
 
 def save_vocabulary(path: Path, vocabulary: VocabularyMap, counts: Tensor) -> None:
-    """Write ``d2t``, ``t2d`` and ``counts`` as safetensors, atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d, "counts": counts}, temporary)
-    os.replace(temporary, path)
+    """Write ``d2t``, ``t2d`` and ``counts`` as safetensors, atomically.
+
+    Raises:
+        DiskSpaceError, OutputError: it cannot be written; what was there is as it was.
+    """
+    write_tensors_atomically(path, {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d, "counts": counts})
 
 
 def load_vocabulary(path: Path) -> VocabularyMap:
