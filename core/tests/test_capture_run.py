@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -27,7 +28,7 @@ from draftsmith.capture.engines.transformers import find_decoder, hidden_states,
 from draftsmith.capture.plan import human_bytes
 from draftsmith.capture.run import run_capture
 from draftsmith.capture.states import open_states, run_transport, state_layout
-from draftsmith.capture.statistics import StatisticsTable
+from draftsmith.capture.statistics import StatisticsDamaged, StatisticsTable
 from draftsmith.data.dataset import open_prepared
 from draftsmith.data.prepare import run_prepare
 from draftsmith.errors import (
@@ -341,20 +342,61 @@ def test_states_of_somebody_else_are_not_removed(make_run, tmp_path) -> None:
     assert "float32" in (theirs / "layout.json").read_text()
 
 
-def test_damaged_statistics_are_an_error_and_lost_ones_are_made_again(make_run) -> None:
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def statistics_of(run) -> dict[str, list[torch.Tensor]]:
+    table = StatisticsTable(run.folders.states / "teacher")
+    return {row.sample_id: [each.clone() for each in table(row.sample_id)] for row in rows_of(run)}
+
+
+def test_no_bit_of_the_statistics_can_change_unnoticed(make_run) -> None:
     run = make_run()
     run_capture(run)
-    folder = run.folders.states / "teacher"
-    (part,) = folder.iterdir()
-    expected = StatisticsTable(folder)(rows_of(run)[0].sample_id)
-    os.truncate(part, 100)
-    with pytest.raises(OutputError, match="statistics cannot be read") as caught:
-        StatisticsTable(folder).sample_ids()
-    assert str(part) in str(caught.value)
-    part.unlink()
-    reopen(run)
+    (part,) = (run.folders.states / "teacher").iterdir()
+    sample_id, header = rows_of(run)[0].sample_id, 8 + int.from_bytes(part.read_bytes()[:8], "little")
+    expected = [each.clone() for each in StatisticsTable(part.parent)(sample_id)]
+    for offset in [*range(header), *range(header, part.stat().st_size, 13)]:
+        flip(part, offset)
+        if offset >= header:
+            with pytest.raises(StatisticsDamaged, match="checksum differs") as caught:
+                StatisticsTable(part.parent)(sample_id)
+            assert str(part) in str(caught.value)
+        else:  # what the header says beside the tensors, such as the format's name, decides nothing
+            with contextlib.suppress(StatisticsDamaged):
+                assert all(map(torch.equal, StatisticsTable(part.parent)(sample_id), expected))
+        flip(part, offset)
+    assert all(map(torch.equal, open_states(run).teacher(sample_id), expected))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "lost", "old"])
+def test_damaged_statistics_are_computed_anew(make_run, monkeypatch, damage) -> None:
+    run = make_run()
     run_capture(run)
-    assert torch.equal(StatisticsTable(folder)(rows_of(run)[0].sample_id)[0], expected[0])
+    (part,) = (run.folders.states / "teacher").iterdir()
+    expected = statistics_of(run)
+    if damage == "cut":
+        os.truncate(part, 100)
+    elif damage == "flipped":
+        flip(part, part.stat().st_size - 1)
+    elif damage == "lost":
+        part.unlink()
+    else:  # as they were before they had a checksum
+        save_file(load_file(part), part, metadata={"format": "draftsmith.teacher_statistics", "version": "1"})
+    if damage != "lost":
+        with pytest.raises(StatisticsDamaged, match=r"cannot be read|checksum differs"):
+            statistics_of(run)
+    reopen(run)
+    monkeypatch.setattr(stage, "make_engine", lambda *a, **k: pytest.fail("captured again"))
+    output = io.StringIO()
+    run_capture(run, Console(file=output, width=200))
+    assert (f"({part.name}); computing them anew" in output.getvalue()) == (damage != "lost")
+    torch.testing.assert_close(statistics_of(run), expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -258,6 +258,7 @@ class _Capture:
                 (rows.tokens(place) for place in usable),
                 teacher.statistics,
                 lambda count: bar.advance(count),
+                self._say,
             )
 
     def _finish(self, rows: _Rows) -> dict[str, Any]:
