@@ -202,22 +202,27 @@ def test_prepared_data_must_be_there(make_run) -> None:
         open_states(run)
 
 
-def test_states_that_are_not_finite_are_refused_and_counted(case, tmp_path) -> None:
+@pytest.fixture
+def partly_bad(case, tmp_path):
+    """A function that resolves a run of 12 rows, and the ids of those that hold a bad token: some, not the longest."""
     verifier = make_tiny_verifier(tmp_path / "verifier", "llama")
     recipe = case.write_recipe(tmp_path, verifier, conversations=12)
     run_prepare(case.resolved(recipe))
-    rows = rows_of(case.resolved(recipe))
-    # A token that some rows hold and others do not; its embedding becomes NaN.
-    counts = {token: sum(token in row.token_ids for row in rows) for token in set(rows[0].token_ids.tolist())}
-    token = next(each for each, count in sorted(counts.items(), key=lambda item: item[1]) if 0 < count < len(rows))
+    rows = sorted(rows_of(case.resolved(recipe)), key=lambda row: -len(row.token_ids))
+    candidates = set(rows[-1].token_ids.tolist()) - set(rows[0].token_ids.tolist())
+    holders = {token: [row.sample_id for row in rows if token in row.token_ids] for token in candidates}
+    token = max(candidates, key=lambda each: (len(holders[each]), each))
+    assert len(holders[token]) > 2
     damage(verifier, token)
-    for name in ("prepared", "states"):
-        shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
-    run = case.resolved(recipe)
-    run_prepare(run)
-    output = io.StringIO()
+    shutil.rmtree(tmp_path / "run" / "prepared")
+    run_prepare(case.resolved(recipe))
+    return (lambda *overrides: case.resolved(recipe, overrides)), set(holders[token])
+
+
+def test_states_that_are_not_finite_are_refused_and_counted(partly_bad) -> None:
+    make, bad = partly_bad
+    run, output = make("capture.refused_share=1"), io.StringIO()
     record = run_capture(run, Console(file=output, width=200))
-    bad = {row.sample_id for row in rows_of(run) if bool((row.token_ids == token).any())}
     states = open_states(run)
     assert set(states.refused) == bad
     assert record.summary["refused"] == len(bad)
@@ -227,13 +232,37 @@ def test_states_that_are_not_finite_are_refused_and_counted(case, tmp_path) -> N
         states.teacher(next(iter(bad)))
 
 
+def test_a_capture_that_refuses_too_many_rows_stops_and_can_go_on(partly_bad) -> None:
+    make, bad = partly_bad
+    count, less = len(rows_of(make())), "capture.batch_tokens=1"
+    assert make().recipe.capture.refused_share == 0.1
+    with pytest.raises(
+        NumericsError, match=rf"{int(0.1 * count) + 1} of {count} rows are refused: .* not finite"
+    ) as e:
+        run_capture(make(less))
+    assert "capture.refused_share is 0.1" in str(e.value)
+    with pytest.raises(OutputError, match="no complete capture"):
+        open_states(make())
+    transport = run_transport(make())
+    with transport.reader(state_layout(make())) as reader:
+        stored = reader.complete_ids()
+    assert stored
+    # Exactly as many as are refused may be: then it goes on, and keeps what it has.
+    run = make(less, f"capture.refused_share={len(bad) / count}")
+    record = run_capture(run)
+    assert record.summary["refused"] == len(bad)
+    assert record.summary["samples"] == count - len(bad)
+    lengths = {row.sample_id: len(row.token_ids) for row in rows_of(run)}
+    assert record.summary["captured_tokens"] == sum(n for each, n in lengths.items() if each not in stored)
+
+
 def test_nothing_but_nan_stops_the_run(case, tmp_path) -> None:
     verifier = make_tiny_verifier(tmp_path / "verifier", "llama")
     damage(verifier, slice(None))
     recipe = case.write_recipe(tmp_path, verifier, conversations=4)
-    run = case.resolved(recipe)
+    run = case.resolved(recipe, ["capture.refused_share=1"])
     run_prepare(run)
-    with pytest.raises(NumericsError, match="every row"):
+    with pytest.raises(NumericsError, match="4 of 4 rows are refused"):
         run_capture(run)
 
 
