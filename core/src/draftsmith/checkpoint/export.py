@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ from draftsmith.interfaces import ExportContext
 from draftsmith.stages import (
     Stage,
     StageRecord,
+    write_error,
     write_json_atomically,
     write_tensors_atomically,
     write_text_atomically,
@@ -46,15 +50,19 @@ def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: b
         CheckpointError: there is no finished training, or what was written would not be served correctly.
         NumericsError: a trained tensor is not finite.
         FingerprintMismatch: the folder holds an export from other inputs.
-        DiskSpaceError, OutputError: nothing half-written is left under a served name.
+        DiskSpaceError, OutputError: it cannot be written.
+
+    After an error nothing of the export is in the folder: what was written there is known to be served.
     """
     folder = run.folders.checkpoint
     stage = Stage("export", folder)
     fingerprint = export_fingerprint(run)
-    if stage.begin(fingerprint, overwrite=overwrite) == "complete" and (folder / WEIGHTS).is_file():
-        record = stage.record()
-        assert record is not None
-        return record
+    if stage.begin(fingerprint, overwrite=overwrite) == "complete":
+        if (folder / WEIGHTS).is_file():
+            record = stage.record()
+            assert record is not None
+            return record
+        stage.reopen()
 
     def warn(message: str) -> None:
         if console is not None:
@@ -70,10 +78,11 @@ def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: b
         include_embedding=run.recipe.export.include_embedding,
     )
     format_ = open_format(run.schema)
-    config, tensors = write_export(folder, format_, model, context, own_notes(run, step))
-    card = model_card(run, format_.serving(config), context.verifier_name, _summaries(run))
-    write_text_atomically(folder / CARD, card)
-    _check(folder, run, console)
+    with _written_aside(folder) as aside:
+        config, tensors = write_export(aside, format_, model, context, own_notes(run, step))
+        card = model_card(run, format_.serving(config), context.verifier_name, _summaries(run))
+        write_text_atomically(aside / CARD, card)
+        _check(aside, run, console)
     record = stage.finish(
         {
             "step": step,
@@ -92,6 +101,25 @@ def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: b
             soft_wrap=True,
         )
     return record
+
+
+@contextlib.contextmanager
+def _written_aside(folder: Path) -> Iterator[Path]:
+    """A folder beside *folder*, whose files come to lie in *folder* if nothing goes wrong, and else are gone.
+
+    The config is moved last: a folder with a config is loadable.
+    """
+    aside = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(aside, ignore_errors=True)  # what a kill has left
+    try:
+        yield aside
+        try:
+            for path in sorted(aside.iterdir(), key=lambda each: each.name == CONFIG):
+                os.replace(path, folder / path.name)
+        except OSError as error:
+            raise write_error(error, folder) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def export_fingerprint(run: ResolvedRun) -> dict[str, Any]:
@@ -210,7 +238,9 @@ def _check(folder: Path, run: ResolvedRun, console: Console | None) -> None:
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise CheckpointError(
-            "; ".join(finding.what for finding in errors), where=str(folder), hint=errors[0].hint or None
+            "; ".join(finding.what for finding in errors),
+            where=str(run.folders.checkpoint),
+            hint=errors[0].hint or None,
         )
     if console is not None:
         for finding in findings:
