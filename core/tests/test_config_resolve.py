@@ -55,6 +55,79 @@ def test_the_algorithms_loss_comes_with_its_options_and_another_does_not(recipe)
     assert run.loss_options == {"eta": 2.0}
 
 
+FOCAL = """
+    from attrs import field, frozen
+
+    from draftsmith import api
+    from draftsmith.hookspecs import hookimpl
+
+
+    @frozen(kw_only=True)
+    class Options:
+        gamma: float = field(metadata={"help": "focus on what is hard"})
+
+
+    @hookimpl
+    def draftsmith_losses():
+        loss = "fake_focal_loss:Focal"
+        return [api.Loss(name="focal", summary="a loss", implementation=loss, options=Options)]
+"""
+FOCAL_LOSS = """
+    import torch
+
+    from draftsmith.interfaces import PositionLoss
+
+
+    class Focal(PositionLoss):
+        def __init__(self, gamma):
+            self.gamma = gamma
+
+        def value(self, logits, teacher):
+            picked = torch.log_softmax(logits, -1).gather(-1, teacher.top[:, None]).squeeze(-1)
+            return -((1 - picked.exp()) ** self.gamma) * picked
+"""
+
+
+@pytest.fixture
+def focal(site, monkeypatch):
+    """Somebody's loss, with an option that has no default."""
+    modules = {"fake_focal": FOCAL, "fake_focal_loss": FOCAL_LOSS}
+    site.install("draftsmith-focal", {"focal": "fake_focal"}, version="0.3", modules=modules)
+    monkeypatch.setenv("DRAFTSMITH_PLUGINS", "tinker focal")
+
+
+def test_a_sum_adds_up_losses_of_any_plugin_with_their_options(recipe, focal, capsys):
+    from draftsmith.train.setup import build_loss
+
+    terms = "loss={name: sum, options: {terms: {tv: 0.25, focal: {weight: 2, options: {gamma: 1.5}}}}}"
+    run = run_of(recipe, terms)
+    assert run.resolved_recipe()["loss"]["options"] == {
+        "terms": {"tv": 0.25, "focal": {"weight": 2.0, "options": {"gamma": 1.5}}}
+    }
+    loss = build_loss(run.registry.losses, "sum", run.resolved_recipe()["loss"]["options"])
+    assert [(type(each).__name__, weight) for each, weight in loss.terms] == [("TotalVariation", 0.25), ("Focal", 2.0)]
+    assert loss.terms[1][0].gamma == 1.5
+    assert main(["run", str(recipe), "--explain", "--set", terms]) == 0
+    assert "part of the loss: focal, provided by draftsmith-focal 0.3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("terms", "place", "message"),
+    [
+        ("{kl_dvi: 1}", "terms.kl_dvi", "unknown loss 'kl_dvi'\n  → did you mean 'kl_div'?"),
+        ("{focal: 1}", "terms.focal.options.gamma", "is missing"),
+        ("{focal: {options: {gama: 1}}}", "terms.focal.options.gama", "unknown key 'gama'\n  → did you mean 'gamma'?"),
+        ("{focal: {wait: 1}}", "terms.focal.wait", "unknown key 'wait'\n  → did you mean 'weight'?"),
+        ("{focal: much}", "terms.focal", "must be number | {weight, options}, got 'much'"),
+        ("{sum: {options: {terms: {ec: 1}}}}", "terms.sum.options.terms.ec", "unknown loss 'ec'"),
+        ("{}", "terms", "terms must name at least one loss"),
+    ],
+)
+def test_terms_of_a_sum_are_checked_like_all_else(recipe, focal, terms, place, message):
+    found = problems_of(recipe, f"loss={{name: sum, options: {{terms: {terms}}}}}")
+    assert any(each.startswith(f"--set: loss.options.{place}: {message}") for each in found), found
+
+
 def test_the_only_transport_that_keeps_its_samples_is_the_default(recipe):
     run = run_of(recipe)
     assert run.transport.name == "shelf"

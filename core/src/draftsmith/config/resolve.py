@@ -86,6 +86,11 @@ class ResolvedRun:
         values["export"]["speculative_tokens"] = self.speculative_tokens
         return values
 
+    def loss_parts(self) -> Sequence[api.LossPart]:
+        """The losses that the loss is made of, if it is."""
+        cls = self.loss.options
+        return () if cls is None else self.loss.parts(cls(**self.loss_options))
+
     def record(self) -> dict[str, Any]:
         """What ``run.json`` holds."""
         return {
@@ -273,9 +278,19 @@ class _Resolver:
         self.provenance.pop("loss", None)
         loss = self.named(self.registry.losses, wanted.name, "loss.name")
         options = self.options(loss, wanted.options, "loss.options", defaults, origin)
-        if options is None:
+        if loss is None or options is None:
             return loss, {}
+        self.loss_parts(loss, options, "loss.options")
         return loss, {each.name: getattr(options, each.name) for each in attrs.fields(type(options))}
+
+    def loss_parts(self, loss: api.Loss, options: Any, key: str) -> None:
+        """Check the losses that this one is made of."""
+        for part in loss.parts(options):
+            here = f"{key}.{part.where}" if part.where else key
+            inner = self.named(self.registry.losses, part.name, here)
+            chosen = self.options(inner, part.options, f"{here}.options")
+            if inner is not None and chosen is not None:
+                self.loss_parts(inner, chosen, f"{here}.options")
 
     def transport(self) -> api.Transport | None:
         catalog = self.registry.transports
