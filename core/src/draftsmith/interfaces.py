@@ -314,7 +314,11 @@ class DraftAlgorithm(ABC):
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> DraftSlots:
-        """The training forward over all steps of one row."""
+        """The training forward over all steps of one row.
+
+        It is called for every row, also for one that trains nothing, down to a single token of padding: then it lists
+        no slot. Processes that train one draft together wait for each other in it.
+        """
 
     def objective(self, slots: DraftSlots, scored: ScoredSlots, loss: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The scalar to minimise, given the core's reduced *loss*; and further metrics as name → [2] (sum, count)."""

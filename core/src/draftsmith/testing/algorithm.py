@@ -44,7 +44,7 @@ from draftsmith.interfaces import (
     VerifierWeights,
     VocabularyMap,
 )
-from draftsmith.testing.training import ResumeTests
+from draftsmith.testing.training import ResumeTests, StepTests
 
 __all__ = [
     "AlgorithmCase",
@@ -681,7 +681,9 @@ class CheckpointTests(_CaseTests):
         assert case.format.serving(config).num_speculative_tokens == case.num_steps
 
 
-class AlgorithmTests(ReplayTests, LeakTests, PackingTests, ValueTests, LearningTests, CheckpointTests, ResumeTests):
+class AlgorithmTests(
+    ReplayTests, LeakTests, PackingTests, ValueTests, LearningTests, CheckpointTests, StepTests, ResumeTests
+):
     """What every algorithm must satisfy. Override the fixture ``case``.
 
     The groups are classes of their own, so that a long list of variants can be put to some of them only.

@@ -135,13 +135,12 @@ def _one_step(
     step = state.step
     loaded = [next(rows) for _ in range(_rows_in(job, step))]
     _tell_skipped(job, loaded)
-    usable = [row.row for row in loaded if row.row is not None]
     rates = job.optimizers.set_rate(_rate_factor(job, step))
     result = train_step(
         job.objective,
         job.optimizers,
-        [to_device(row, job.device, job.objective.compute_dtype) for row in usable],
-        [_generator(job, "row", step, place) for place in range(len(usable))],
+        [to_device(row.row, job.device, job.objective.compute_dtype) for row in loaded],
+        [_generator(job, "row", step, place) for place in range(len(loaded))],
         clip_norm=job.config.clip_norm,
     )
     tokens = sum(row.tokens for row in loaded)
@@ -188,7 +187,9 @@ def _with_validation(job: Job, state: TrainingState) -> TrainingState:
     if pairs is None:
         return state
     values = divide(pairs)
-    best = Best(step=state.step, eal=values["eal"], loss=values.get("loss", float("inf")), metrics=values)
+    # Where not one row could be read there is nothing to be best by.
+    eal, loss = values.get("eal", 0.0), values.get("loss", float("inf"))
+    best = Best(step=state.step, eal=eal, loss=loss, metrics=values)
     job.log.write({"step": state.step, "phase": "validation", "tokens": state.tokens, **values})
     job.events.step_finished(
         api.StepFinished(step=state.step, tokens=state.tokens, phase="validation", metrics=values)
@@ -209,10 +210,9 @@ def validate(job: Job) -> Pairs | None:
             if job.stop:
                 return None
             _tell_skipped(job, [loaded])
-            if loaded.row is not None:
-                row = to_device(loaded.row, job.device, job.objective.compute_dtype)
-                # The same draws at every validation, so that they can be compared.
-                parts.append(score_row(job.objective, row, _generator(job, "validation", place)).pairs)
+            row = to_device(loaded.row, job.device, job.objective.compute_dtype)
+            # The same draws at every validation, so that they can be compared.
+            parts.append(score_row(job.objective, row, _generator(job, "validation", place)).pairs)
     return add_pairs(parts)
 
 
