@@ -7,7 +7,7 @@ complete, so everything that it would fill with a default or leave uninitialised
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attrs import evolve
@@ -135,7 +135,13 @@ class Eagle3Checkpoint(CheckpointFormat):
             specs.update({f"fc_norm.{tap}.weight": TensorSpec(shape=(target_width,)) for tap in range(taps)})
         for index in range(layers.num_layers):
             specs.update({f"layers.{index}.{name}": spec for name, spec in _layer_tensors(layers, index == 0)})
-        return specs
+        # vLLM passes biases over as well.
+        biases = {
+            name.removesuffix("weight") + "bias": TensorSpec(shape=spec.shape[:1], required=False)
+            for name, spec in specs.items()
+            if name.endswith(".weight")
+        }
+        return {**specs, **biases}
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -144,11 +150,10 @@ class Eagle3Checkpoint(CheckpointFormat):
 
         state = model.state_dict()
         layers = LayerConfig.from_dict(_layers(config))
-        given = {
-            part.name: tensor[part.begin : part.end]
-            for name, tensor in tensors.items()
-            for part in _parts(name.removeprefix("model."), int(tensor.shape[0]), layers)
-        }
+        parts = _loaded({name: tensor.shape for name, tensor in tensors.items()}, layers)
+        given = {part.name: tensors[name][part.begin : part.end] for name, part in parts}
+        for name in _passed_over(config, given):
+            del given[name]
         mapping = {name: given.pop(name) for name in ("d2t", "t2d") if name in given}
         problems = {
             "unknown": sorted(set(given) - set(state)),
@@ -156,10 +161,13 @@ class Eagle3Checkpoint(CheckpointFormat):
         }
         found = [f"{len(names)} {kind}, such as {names[0]}" for kind, names in problems.items() if names]
         if found:
+            prefixed = any(name.startswith("model.") for name in problems["unknown"])
             raise CheckpointError(
                 f"tensors: {'; '.join(found)}",
                 where="model.safetensors",
-                hint="do configuration and tensors belong together? `draftsmith lint` compares all of them",
+                hint="vLLM knows no names with a prefix 'model.': take it off"
+                if prefixed
+                else "do configuration and tensors belong together? `draftsmith lint` compares all of them",
             )
         draft_size = state["lm_head.weight"].shape[0]
         if "d2t" in mapping and mapping["d2t"].shape[0] != draft_size:
@@ -210,11 +218,12 @@ class Eagle3Checkpoint(CheckpointFormat):
     # --- checking -----------------------------------------------------------------------------------------------
 
     def as_loaded(self, config: Mapping[str, Any], present: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        layers = LayerConfig.from_dict(_layers(config))
+        parts = _loaded({name: spec.shape for name, spec in present.items()}, LayerConfig.from_dict(_layers(config)))
         return {
-            part.name: evolve(spec, shape=(part.end - part.begin, *spec.shape[1:])) if spec.shape else spec
-            for name, spec in present.items()
-            for part in _parts(name, spec.shape[0] if spec.shape else 0, layers)
+            part.name: evolve(present[name], shape=(part.end - part.begin, *present[name].shape[1:]))
+            if present[name].shape
+            else present[name]
+            for name, part in parts
         }
 
     def lint(
@@ -244,9 +253,13 @@ def _is_speculators(config: Mapping[str, Any]) -> bool:
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
-    """The flag as vLLM takes it. In checkpoints older than the format all four are off."""
+    """The flag as vLLM takes it. In checkpoints older than the format all four are off.
+
+    Some of those have a dictionary of their own for what concerns the draft; one flag is looked for there first.
+    """
     default = _FLAGS[name] if _is_speculators(config) else False
-    value = config.get(name)
+    value = (_layers(config).get("eagle_config") or {}).get(name) if name == "norm_before_fc" else None
+    value = config.get(name) if value is None else value
     return default if value is None else bool(value)
 
 
@@ -308,13 +321,26 @@ class _Part(NamedTuple):
     end: int
 
 
+def _loaded(shapes: Mapping[str, Sequence[int]], layers: LayerConfig) -> Iterator[tuple[str, _Part]]:
+    """(stored name, part) of what vLLM's loader takes of stored tensors; what it skips is left out.
+
+    It adds the prefix ``model.`` itself, and knows no name in a file that has it already. The vocabulary map has a
+    name of its own there, under which it passes a stored one over, unless ``d2t`` is stored as well.
+    """
+    has_map = any("d2t" in name for name in shapes)
+    for name, shape in shapes.items():
+        if "draft_id_to_target_id" not in name or has_map:
+            for part in _parts(name, int(shape[0]) if len(shape) else 0, layers):
+                yield name, part
+
+
 def _parts(name: str, rows: int, layers: LayerConfig) -> Iterator[_Part]:
     """What vLLM's loader makes of a stored tensor of so many rows: nothing of one that it skips, one part of most.
 
     ``midlayer.`` is the first layer in the first EAGLE-3 checkpoints. Projections may be stored fused, as vLLM holds
     them; wrong sizes then show in the first part.
     """
-    if any(each in name for each in _SKIPPED):
+    if any(each in name for each in _SKIPPED) or ("t2d" in name and name != "t2d"):
         return
     name = name.replace("midlayer.", "layers.0.")
     for fused, names in _FUSED.items():
@@ -326,6 +352,14 @@ def _parts(name: str, rows: int, layers: LayerConfig) -> Iterator[_Part]:
                 begin += size
             return
     yield _Part(name, 0, rows)
+
+
+def _passed_over(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of *names*, as :func:`_parts` gives them, that vLLM knows and loads into nothing: lint reports them."""
+    known = set(names)
+    biases = [name for name in known if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in known]
+    norm = "input_norm.weight"
+    return sorted(biases) + ([norm] if norm in known and not _flag(config, "norm_before_fc") else [])
 
 
 def _shares_head(verifier: VerifierFacts) -> bool:
@@ -373,6 +407,13 @@ def _lint_flags(config: Mapping[str, Any], present: Mapping[str, TensorSpec]) ->
             "input_norm.weight is there and norm_before_fc is off: vLLM passes it over, and drafts without the norm",
             "norm_before_fc",
             "write true, if the draft was trained with it",
+        )
+    biases = [name for name in _passed_over(config, present) if name.endswith(".bias")]
+    if biases:
+        yield _error(
+            f"{len(biases)} biases are there, such as {biases[0]}: vLLM passes them over, and drafts without",
+            "model.safetensors",
+            "train without biases: the layers of this format have none",
         )
     if _flag(config, "norm_before_fc") and _flag(config, "fc_norm"):
         yield _error("norm_before_fc and fc_norm exclude each other; vLLM would apply both", "fc_norm")
