@@ -116,4 +116,6 @@ def test_registered_under_their_names() -> None:
     assert {item.name: item.implementation.rpartition(":")[2] for item in BUILTIN_MASKS} == {
         "causal": "Causal",
         "chained": "Chained",
+        "anchored": "Anchored",
+        "anchored_causal": "AnchoredCausal",
     }
