@@ -107,10 +107,25 @@ def test_expert_width_is_not_the_drafts() -> None:
 
 
 @pytest.mark.parametrize("layer_type", ["llama", "qwen3"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_configuration_survives_its_dictionary(layer_type: Any, window: int | None) -> None:
-    ours = attrs.evolve(config(layer_type, rope_parameters=YARN), sliding_window=window, eos_token_id=2)
+@pytest.mark.parametrize(("window", "full"), [(None, ()), (5, ()), (5, (0, 2))])
+def test_configuration_survives_its_dictionary(layer_type: Any, window: int | None, full: tuple[int, ...]) -> None:
+    ours = attrs.evolve(
+        config(layer_type, rope_parameters=YARN),
+        num_layers=3,
+        sliding_window=window,
+        full_attention=full,
+        eos_token_id=2,
+    )
     assert LayerConfig.from_dict(ours.to_dict()) == ours
+    kinds = ["sliding_attention" if window and index not in full else "full_attention" for index in range(3)]
+    assert ours.to_dict()["layer_types"] == kinds
+
+
+def test_a_width_of_its_own_brings_a_feed_forward_of_its_own() -> None:
+    ours = LayerConfig.from_verifier(facts(), layer_type="qwen3", num_layers=1, hidden_size=32)
+    assert (ours.hidden_size, ours.intermediate_size, ours.query_size) == (32, 96, 4 * 32)
+    given = LayerConfig.from_verifier(facts(), layer_type="qwen3", num_layers=1, hidden_size=32, intermediate_size=48)
+    assert given.intermediate_size == 48
 
 
 def test_old_spellings_are_read() -> None:

@@ -68,7 +68,8 @@ class LayerConfig:
         num_layers: draft layers.
         vocab_size: the *verifier's*: the draft's input embedding covers all of it.
         max_position_embeddings: the verifier's; a smaller one wrecks acceptance on long contexts.
-        sliding_window: positions that every layer sees (None: all).
+        sliding_window: positions that a layer sees (None: all).
+        full_attention: layers (from 0) that see all positions although there is a window; ascending.
     """
 
     layer_type: Literal["llama", "qwen3"]
@@ -83,6 +84,7 @@ class LayerConfig:
     max_position_embeddings: int
     rope_parameters: Mapping[str, Any]
     sliding_window: int | None = None
+    full_attention: tuple[int, ...] = ()
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -96,16 +98,23 @@ class LayerConfig:
         *,
         layer_type: Literal["llama", "qwen3"],
         num_layers: int,
+        hidden_size: int | None = None,
         intermediate_size: int | None = None,
         sliding_window: int | None = None,
+        full_attention: tuple[int, ...] = (),
         initializer_range: float = 0.02,
     ) -> LayerConfig:
-        """Layers of the verifier's shape. An expert's width says nothing about a dense layer: 3 H stands in for it."""
-        usual = 3 * verifier.hidden_size if verifier.is_mixture_of_experts else verifier.intermediate_size
+        """Layers of the verifier's shape. An expert's width says nothing about a dense layer: 3 H stands in for it.
+
+        So it does where the draft has a width of its own (*hidden_size*); heads keep their number and dimension.
+        """
+        width = hidden_size or verifier.hidden_size
+        is_unlike = verifier.is_mixture_of_experts or width != verifier.hidden_size
+        usual = 3 * width if is_unlike else verifier.intermediate_size
         return cls(
             layer_type=layer_type,
             num_layers=num_layers,
-            hidden_size=verifier.hidden_size,
+            hidden_size=width,
             intermediate_size=intermediate_size or usual,
             num_attention_heads=verifier.num_attention_heads,
             num_key_value_heads=verifier.num_key_value_heads,
@@ -115,6 +124,7 @@ class LayerConfig:
             max_position_embeddings=verifier.max_position_embeddings,
             rope_parameters=inherited_rope(verifier),
             sliding_window=sliding_window,
+            full_attention=full_attention,
             initializer_range=initializer_range,
             bos_token_id=verifier.bos_token_id,
             eos_token_id=verifier.eos_token_ids[0] if verifier.eos_token_ids else None,
@@ -131,9 +141,12 @@ class LayerConfig:
         """Width of all key (or value) heads together."""
         return self.num_key_value_heads * self.head_dim
 
+    def slides(self, layer: int) -> bool:
+        """Whether layer *layer* (from 0) sees the positions of the window only."""
+        return self.sliding_window is not None and layer not in self.full_attention
+
     def to_dict(self) -> dict[str, Any]:
         """``transformer_layer_config``: every key that vLLM or transformers would else fill with a default."""
-        kind = "full_attention" if self.sliding_window is None else "sliding_attention"
         return {
             "model_type": self.layer_type,
             "attention_bias": False,
@@ -146,7 +159,9 @@ class LayerConfig:
             "hidden_size": self.hidden_size,
             "initializer_range": self.initializer_range,
             "intermediate_size": self.intermediate_size,
-            "layer_types": [kind] * self.num_layers,
+            "layer_types": [
+                "sliding_attention" if self.slides(i) else "full_attention" for i in range(self.num_layers)
+            ],
             "max_position_embeddings": self.max_position_embeddings,
             "mlp_bias": False,
             "num_attention_heads": self.num_attention_heads,
@@ -201,7 +216,8 @@ class LayerConfig:
             **{key: value for key, value in rope.items() if key not in ("rope_type", "type", "rope_theta")},
         }
         types = config.get("layer_types") or ()
-        window = config.get("sliding_window") if "sliding_attention" in types else None
+        sliding = "sliding_attention"
+        window = config.get("sliding_window") if sliding in types else None
         return cls(
             layer_type=cast(Literal["llama", "qwen3"], kind),
             num_layers=int(config.get("num_hidden_layers") or 1),
@@ -215,6 +231,7 @@ class LayerConfig:
             max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
             rope_parameters=rope,
             sliding_window=window,
+            full_attention=() if window is None else tuple(i for i, each in enumerate(types) if each != sliding),
             initializer_range=float(config.get("initializer_range") or 0.02),
             bos_token_id=config.get("bos_token_id"),
             eos_token_id=config.get("eos_token_id"),
