@@ -100,10 +100,13 @@ class CheckpointSchema(Item):
 
     Attributes:
         speculators_types: the values of ``speculators_model_type`` in config.json that this schema reads.
+        warm_start_types: further values, of checkpoints that are no drafts of this kind and that training can begin
+            from all the same (``train.warm_start``).
     """
 
     implementation: str = field(validator=_is_reference)
     speculators_types: tuple[str, ...] = ()
+    warm_start_types: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)

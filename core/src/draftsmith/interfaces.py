@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from attrs import field, frozen
 
-from draftsmith.api import CaptureRequirements, ServingPlan, VerifierFacts
+from draftsmith.api import CaptureRequirements, Problem, ServingPlan, VerifierFacts
 
 if TYPE_CHECKING:
     import torch
@@ -426,6 +426,31 @@ class CheckpointFormat(ABC):
     @abstractmethod
     def capture(self, config: Mapping[str, Any], verifier: VerifierFacts) -> CaptureRequirements:
         """The layer ids that the draft consumes; vLLM's default where the config does not say."""
+
+    def warm_start_problems(
+        self, config: Mapping[str, Any], options: Any, verifier: VerifierFacts
+    ) -> Sequence[Problem]:
+        """Why training with *options* cannot begin from a checkpoint of this *config*; empty (the default): it can.
+
+        Asked before anything heavy starts, for a config of one of the types that the schema reads or begins from, or
+        of no type: some other project's, which :meth:`options` may know. The core compares layer ids, the draft's
+        vocabulary and, by way of :meth:`load`, names and shapes itself. Torch-free.
+        """
+        return ()
+
+    def warm_start(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Sequence[str]:
+        """Put a checkpoint's tensors into a fresh *model* that training begins from; the default: :meth:`load`.
+
+        What is shared with the verifier is the verifier's again afterwards, whatever the checkpoint holds.
+
+        Returns:
+            State-dict names of what stays freshly initialised.
+
+        Raises:
+            CheckpointError: the tensors are not those of the model.
+        """
+        self.load(model, tensors, config)
+        return ()
 
     @abstractmethod
     def serving(self, config: Mapping[str, Any]) -> ServingPlan:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import CheckpointError
@@ -130,6 +130,26 @@ class LayerConfig:
             eos_token_id=verifier.eos_token_ids[0] if verifier.eos_token_ids else None,
             pad_token_id=verifier.pad_token_id,
         )
+
+    def differences(self, other: LayerConfig) -> list[str]:
+        """What makes weights trained under *other* those of another network: ``hidden_size is 64, the other's 128``.
+
+        Left out is what no weight depends on: the longest position, special tokens, the spread of fresh weights.
+        """
+        free = {
+            "initializer_range",
+            "max_position_embeddings",
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "extra",
+        }
+        pairs = {
+            each.name: (getattr(self, each.name), getattr(other, each.name))
+            for each in fields(LayerConfig)
+            if each.name not in free
+        }
+        return [f"{name} is {ours}, the other's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
     @property
     def query_size(self) -> int:

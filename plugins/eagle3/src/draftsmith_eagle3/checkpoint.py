@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attrs import evolve
 
-from draftsmith.api import PROJECT_NAME, CaptureRequirements, ServingPlan, VerifierFacts
+from draftsmith.api import PROJECT_NAME, CaptureRequirements, Problem, ServingPlan, VerifierFacts
 from draftsmith.errors import CheckpointError
 from draftsmith.interfaces import CheckpointFormat, ExportContext, Finding, TensorSpec
 from draftsmith.layer_config import LayerConfig
@@ -177,6 +177,19 @@ class Eagle3Checkpoint(CheckpointFormat):
                     _replace_frozen(model, name, tensor)
                 else:
                     state[name].copy_(tensor)
+
+    def warm_start_problems(
+        self, config: Mapping[str, Any], options: Any, verifier: VerifierFacts
+    ) -> Sequence[Problem]:
+        flags = {name: (getattr(options, name), _flag(config, name)) for name in _FLAGS}
+        different = [
+            f"{name} is {ours}, the other's {theirs}" for name, (ours, theirs) in flags.items() if ours != theirs
+        ]
+        different += layer_config(options, verifier).differences(LayerConfig.from_dict(_layers(config)))
+        return [
+            Problem(f"the draft is another network: {each}", hint="set algorithm.options to what it was trained with")
+            for each in different
+        ]
 
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         layers = LayerConfig.from_dict(_layers(config))
