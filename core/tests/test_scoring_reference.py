@@ -125,6 +125,7 @@ def reference(case: Case, loss: PositionLoss) -> ScoredSlots:
         acceptance=torch.minimum(p_full, q).sum(-1),
         kept_mass=kept_mass,
         kept=case.vocabulary.t2d[best],
+        top_probability=logits.detach().softmax(-1).gather(-1, log_p.argmax(-1, keepdim=True)).squeeze(-1),
     )
 
 
@@ -136,7 +137,8 @@ def compare(case: Case, loss: PositionLoss, *, statistics: bool = True, toleranc
     torch.testing.assert_close(scored.kept_mass, expected.kept_mass, **close)
     assert torch.equal(scored.correct, expected.correct)
     assert torch.equal(scored.kept, expected.kept)
-    for metric in (scored.acceptance, scored.kept_mass):
+    torch.testing.assert_close(scored.top_probability, expected.top_probability, **close)
+    for metric in (scored.acceptance, scored.kept_mass, scored.top_probability):
         assert not metric.requires_grad
     direction = torch.randn(scored.loss.shape, generator=torch.Generator().manual_seed(2))
     leaves = [each for pair in case.slots.terms for each in pair if each.requires_grad]

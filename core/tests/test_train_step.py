@@ -87,6 +87,26 @@ def test_it_learns(case, setup):
     assert divide(result.pairs)["eal"] > 1.5
 
 
+def test_an_algorithm_may_weigh_positions_by_what_the_draft_gets_right(case, setup, monkeypatch):
+    objective = case.objective(setup, reduction="weighted_mean")
+    row = case.row(setup)
+    seen = {}
+
+    def weights(self, slots, scored, counted):
+        seen.update(slots=slots, scored=scored, counted=counted)
+        return scored.top_probability.requires_grad_()  # a gradient that must not be followed
+
+    monkeypatch.setattr(type(objective.algorithm), "weights", weights)
+    score = score_row(objective, row, case.generators(1)[0])
+    loss, weight = score.scored.loss.detach(), seen["scored"].top_probability.detach()
+    assert bool(seen["counted"].all())
+    assert weight.std() > 0
+    assert score.value.item() == pytest.approx(float((loss * weight).sum() / weight.sum()), rel=1e-5)
+    assert score.denominator.item() == pytest.approx(float(weight.sum()), rel=1e-5)
+    assert not score.slots.weight.requires_grad
+    assert torch.equal(score.slots.weight, weight)
+
+
 @pytest.mark.parametrize("reduction", ["masked_mean", "weighted_mean", "local_mean"])
 def test_accumulated_rows_have_the_gradient_of_one_mean_over_all_positions(case, setup, reduction):
     rows = [case.row(setup, (12, 9), seed=1), case.row(setup, (25,), seed=2)]

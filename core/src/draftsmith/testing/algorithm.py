@@ -573,7 +573,9 @@ class LearningTests(_CaseTests):
             scored = score_slots(
                 slots, teacher, row.last_hidden, _loss("kl_div"), teacher_token=token, teacher_logsumexp=logsumexp
             )
-            loss, _ = reduce_loss(scored.loss, slots, torch.ones_like(scored.kept), case.registered.reduction)
+            counted = torch.ones_like(scored.kept)
+            slots = attrs.evolve(slots, weight=case.algorithm.weights(slots, scored, counted))
+            loss, _ = reduce_loss(scored.loss, slots, counted, case.registered.reduction)
             if bool(scored.correct[scored.kept].all()) and float(scored.loss.detach().mean()) < 0.05:
                 break
             optimizer.zero_grad()

@@ -161,6 +161,7 @@ def score_slots(
         acceptance=scorer.acceptance,
         kept_mass=scorer.kept_mass,
         kept=scorer.kept,
+        top_probability=scorer.top_probability,
     )
 
 
@@ -251,11 +252,14 @@ class _Scorer:
     correct: Tensor = field(init=False)
     acceptance: Tensor = field(init=False)
     kept_mass: Tensor = field(init=False)
+    top_probability: Tensor = field(init=False)
     kept: Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         device = self.teacher.device
-        self.values, self.acceptance, self.kept_mass = (torch.zeros(self.slots, device=device) for _ in range(3))
+        self.values, self.acceptance, self.kept_mass, self.top_probability = (
+            torch.zeros(self.slots, device=device) for _ in range(4)
+        )
         self.correct, self.kept = (torch.zeros(self.slots, dtype=torch.bool, device=device) for _ in range(2))
 
     def walk(
@@ -339,7 +343,7 @@ class _Scorer:
     def _score(self, slots: Tensor, logits: Tensor, teaching: _Teaching, buffers: _Buffers, wants_grad: bool) -> None:
         """Values and metrics of one group; *logits* [n, V_d] become their own gradient where one is wanted."""
         rows = logits.shape[0]
-        values, acceptance = torch.empty(rows, device=logits.device), torch.empty(rows, device=logits.device)
+        values, acceptance, top_log = (torch.empty(rows, device=logits.device) for _ in range(3))
         correct = torch.empty(rows, dtype=torch.bool, device=logits.device)
         kept = teaching.draft_id[:rows] >= 0
         for piece in _pieces(rows, buffers.piece.shape[0]):
@@ -347,6 +351,7 @@ class _Scorer:
             log_q, scratch = buffers.piece[: z.shape[0]], buffers.scratch[: z.shape[0]]
             correct[piece] = _agrees(z, teaching.draft_id[piece], exactly=not wants_grad) & kept[piece]
             torch.log_softmax(z, -1, out=log_q)
+            top_log[piece] = log_q.gather(-1, chunk.top[:, None]).squeeze(-1)
             if isinstance(self.loss, ProbabilityLoss):
                 q = torch.exp(log_q, out=z)
                 acceptance[piece] = self._overlap(chunk, q, scratch)
@@ -363,6 +368,7 @@ class _Scorer:
             if gradient.data_ptr() != z.data_ptr():
                 z.copy_(gradient)
         self.values[slots], self.acceptance[slots], self.correct[slots] = values, acceptance, correct
+        self.top_probability[slots] = top_log.exp_()
         self.kept_mass[slots], self.kept[slots] = teaching.chunk.kept_mass[:rows], kept
 
     def _overlap(self, chunk: TeacherProbabilities, q: Tensor, scratch: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ def score_row(objective: Objective, row: PackedRow, generator: torch.Generator) 
         teacher_logsumexp=row.teacher_logsumexp,
     )
     counted = scored.kept if objective.out_of_vocabulary == "mask" else torch.ones_like(scored.kept)
+    slots = attrs.evolve(slots, weight=objective.algorithm.weights(slots, scored, counted).detach())
     loss, denominator = reduce_loss(scored.loss, slots, counted, objective.reduction)
     value, extra = objective.algorithm.objective(slots, scored, loss)
     weight = denominator.detach().to(torch.float64)
