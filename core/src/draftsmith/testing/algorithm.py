@@ -284,6 +284,18 @@ def _forward(case: AlgorithmCase, model: nn.Module, row: PackedRow) -> DraftSlot
     return case.algorithm.forward(model, batch)
 
 
+def _forced(case: AlgorithmCase, chain: _Chain) -> Tensor:
+    """int64 [K], what the data has after the bonus token; zeros after the row's end.
+
+    Always K of them, however many slots of the chain are supervised: vLLM drafts K tokens in every round, and a draft
+    that makes them all in one pass may let each see how many there are.
+    """
+    given = case.row.input_ids[chain.bonus + 1 : chain.bonus + 1 + case.num_steps]
+    forced = given.new_zeros(case.num_steps)
+    forced[: given.shape[0]] = given
+    return forced
+
+
 def _propose(drafter: Drafter, row: PackedRow, chain: _Chain, num_tokens: int, forced: Tensor | None) -> Tensor:
     begin, bonus = chain.begin, chain.bonus
     return drafter.propose(row.input_ids[begin : bonus + 1], row.taps[begin:bonus], num_tokens, forced=forced)
@@ -352,10 +364,8 @@ class ReplayTests(_CaseTests):
         drafter = case.algorithm.drafter(model)
         compared = 0
         for chain in _chains(slots, case.row):
-            steps = max(chain.slots) + 1
-            forced = case.row.input_ids[chain.bonus + 1 : chain.bonus + 1 + steps]
-            replayed = _propose(drafter, case.row, chain, steps, forced)
-            assert replayed.shape == (steps, logits.shape[1])
+            replayed = _propose(drafter, case.row, chain, case.num_steps, _forced(case, chain))
+            assert replayed.shape == (case.num_steps, logits.shape[1])
             for step, slot in chain.slots.items():
                 torch.testing.assert_close(replayed[step], logits[slot], rtol=0, atol=self.tolerance)
                 compared += 1
@@ -592,7 +602,7 @@ class LearningTests(_CaseTests):
         drafter = case.algorithm.drafter(model)
         kept = setup.vocabulary.kept_ids()
         for chain in _chains(slots, row):
-            drafted = kept[_propose(drafter, row, chain, 1, None)[0].argmax()]
+            drafted = kept[_propose(drafter, row, chain, case.num_steps, None)[0].argmax()]
             assert bool(drafted == token[chain.bonus]) == bool(scored.correct[chain.slots[0]])
 
     def _assert_frozen(self, case: AlgorithmCase, model: nn.Module, before: Mapping[str, Tensor]) -> None:
