@@ -8,15 +8,15 @@ scalings are inherited whose tables vLLM and transformers compute alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from attrs import field, fields, frozen
 
-from draftsmith.api import VerifierFacts
-from draftsmith.errors import CheckpointError
+from draftsmith.api import Problem, VerifierFacts
+from draftsmith.errors import CheckpointError, did_you_mean
 
-__all__ = ["ROPE_TYPES", "LayerConfig", "inherited_rope"]
+__all__ = ["ROPE_TYPES", "LayerConfig", "inherited_rope", "layer_id_problems", "override_problems"]
 
 #: rope_type → the keys that both sides read alike.
 _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -130,6 +130,14 @@ class LayerConfig:
             eos_token_id=verifier.eos_token_ids[0] if verifier.eos_token_ids else None,
             pad_token_id=verifier.pad_token_id,
         )
+
+    def overridden(self, overrides: Mapping[str, Any] | None) -> LayerConfig:
+        """These layers with some keys of :meth:`to_dict` replaced.
+
+        Raises:
+            CheckpointError: as of :meth:`from_dict`.
+        """
+        return LayerConfig.from_dict({**self.to_dict(), **overrides}) if overrides else self
 
     def differences(self, other: LayerConfig) -> list[str]:
         """What makes weights trained under *other* those of another network: ``hidden_size is 64, the other's 128``.
@@ -256,4 +264,101 @@ class LayerConfig:
             bos_token_id=config.get("bos_token_id"),
             eos_token_id=config.get("eos_token_id"),
             pad_token_id=config.get("pad_token_id"),
+        )
+
+
+# --- what is wrong with options -----------------------------------------------------------------------------------
+
+
+def layer_id_problems(ids: Sequence[int] | None, verifier: VerifierFacts) -> list[Problem]:
+    """What is wrong with tapped layers *ids* given as the option ``layer_ids``; None is the algorithm's own choice."""
+    if ids is None:
+        return []
+    where = "algorithm.options.layer_ids"
+    if not ids:
+        return [Problem("no layer is tapped", where=where, hint="name at least one, or null")]
+    if list(ids) != sorted(set(ids)):
+        return [
+            Problem(
+                f"{list(ids)} is not ascending and distinct: vLLM sorts the ids, and so would permute the features",
+                where=where,
+                hint=f"write {sorted(set(ids))}",
+            )
+        ]
+    outside = [layer for layer in ids if not 0 <= layer < verifier.num_layers]
+    if not outside:
+        return []
+    return [
+        Problem(
+            f"{outside} is outside 0 … {verifier.num_layers - 1}",
+            where=where,
+            hint=f"id i is the stream after i of the verifier's {verifier.num_layers} layers; "
+            "the last one is the teacher's",
+        )
+    ]
+
+
+def override_problems(
+    derived: LayerConfig, overrides: Mapping[str, Any] | None, own: Mapping[str, str]
+) -> list[Problem]:
+    """What is wrong with the option ``layer_overrides``, or with layers as derived from the verifier.
+
+    Args:
+        derived: the layers without the overrides.
+        own: key of ``transformer_layer_config`` → the option that sets it.
+    """
+    where = "algorithm.options.layer_overrides"
+    given = overrides or {}
+    problems = [
+        Problem(f"{key} has an option of its own", where=where, hint=f"set {own[key]}") for key in given if key in own
+    ]
+    try:
+        config = derived.overridden(given)
+    except CheckpointError as error:
+        return [*problems, *(Problem(each.what, where=where, hint=each.hint) for each in error.problems)]
+    if config.hidden_size != derived.hidden_size or config.vocab_size != derived.vocab_size:
+        problems.append(
+            Problem(
+                "the draft's width and vocabulary must be the verifier's: it uses its embedding and head", where=where
+            )
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        problems.append(
+            Problem(
+                f"{config.num_attention_heads} query heads do not divide among {config.num_key_value_heads} key heads",
+                where=where if given else "verifier",
+                hint="set num_attention_heads and num_key_value_heads so that they do",
+            )
+        )
+    problems += _rope_problems(config, where)
+    problems += _not_taken_over(given, config, own, where)
+    if config.head_dim % 2:
+        problems.append(Problem(f"a head dimension of {config.head_dim} cannot be rotated: it is odd", where=where))
+    return problems
+
+
+def _rope_problems(config: LayerConfig, where: str) -> Iterator[Problem]:
+    kind = config.rope_parameters["rope_type"]
+    if kind not in ROPE_TYPES:
+        what = f"the rotary scaling {kind!r} is not one that training and vLLM compute alike"
+        yield Problem(what, where=where, hint=f"one of {', '.join(ROPE_TYPES)}")
+    elif kind != "default" and config.rope_parameters.get("factor") is None:
+        what = f"the rotary scaling {kind!r} needs a factor"
+        yield Problem(what, where=where, hint="write rope_parameters whole")
+
+
+def _not_taken_over(
+    overrides: Mapping[str, Any], config: LayerConfig, own: Mapping[str, str], where: str
+) -> Iterator[Problem]:
+    """An override that the network does not follow would be trained one way and served another, or do nothing."""
+    have = config.to_dict()
+    for key, value in overrides.items():
+        if key in own or key == "rope_parameters" or have.get(key) == value:
+            continue
+        yield Problem(
+            f"{key}: {value!r} is not something that the draft's layers can have"
+            if key in have
+            else f"the draft's layers have no {key}",
+            where=where,
+            hint=(did_you_mean(key, have) if key not in have else None) or "leave it out",
         )
