@@ -197,6 +197,12 @@ class CaptureRequirements:
         return (*self.layer_ids, num_layers) if self.last_hidden else self.layer_ids
 
 
+def _leaves_to_core(_: Any, attribute: Attribute[Any], value: Mapping[str, Any]) -> None:
+    reserved = {"model", "speculative_config"} & set(value)
+    if reserved:
+        raise ValueError(f"{attribute.name} must leave {', '.join(sorted(reserved))} to the caller")
+
+
 @frozen(kw_only=True)
 class ServingPlan:
     """How vLLM is told to serve an exported checkpoint as a draft.
@@ -205,15 +211,23 @@ class ServingPlan:
         method: ``speculative_config["method"]``; always passed, since vLLM else guesses it from the path.
         num_speculative_tokens: the number written in the checkpoint.
         extra: further keys of ``speculative_config``.
+        engine: further engine arguments, by the names of ``vllm.LLM``'s keywords (``vllm serve`` spells them
+            ``--like-this``); plain values. ``model`` and ``speculative_config`` are not among them.
+        environment: variables that vLLM's processes must be started with.
         as_model: the checkpoint's folder can be served as the model itself (``vllm serve CHECKPOINT``).
-        needs_v2_runner: only vLLM's model runner V2 serves it.
+        needs_v2_runner: only vLLM's model runner V2 serves it. Where that cannot run, verification says so and
+            leaves the counting to the simulator.
+        notes: what else whoever serves it must know, a sentence each; they stand in the model card.
     """
 
     method: str
     num_speculative_tokens: int
     extra: Mapping[str, Any] = field(factory=dict)
+    engine: Mapping[str, Any] = field(factory=dict, validator=_leaves_to_core)
+    environment: Mapping[str, str] = field(factory=dict)
     as_model: bool = True
     needs_v2_runner: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def _no_problems(options: Any, verifier: VerifierFacts) -> Sequence[Problem]:
@@ -285,7 +299,7 @@ class RunStarted:
 
 @frozen(kw_only=True)
 class StepFinished:
-    """After an optimiser step, or after a validation.
+    """After an optimiser step, after a validation, or after the algorithm's last hand on the trained draft.
 
     Attributes:
         step: optimiser steps done so far.
@@ -295,7 +309,7 @@ class StepFinished:
 
     step: int
     tokens: int
-    phase: Literal["train", "validation"]
+    phase: Literal["train", "validation", "finish"]
     metrics: Mapping[str, float]
 
 

@@ -17,7 +17,7 @@ from draftsmith import __version__
 from draftsmith.checkpoint.card import CARD, model_card
 from draftsmith.checkpoint.exported import CONFIG, OWN_KEY, WEIGHTS, open_format
 from draftsmith.checkpoint.lint import lint_checkpoint
-from draftsmith.checkpoint.training import load_training_weights, load_weights_into
+from draftsmith.checkpoint.training import load_final_weights, load_weights_into
 from draftsmith.data.dataset import open_prepared
 from draftsmith.errors import CheckpointError, DiskSpaceError, NumericsError, OutputError
 from draftsmith.interfaces import ExportContext
@@ -59,7 +59,7 @@ def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: b
         if console is not None:
             console.print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)
 
-    weights, step = load_training_weights(run.folders.training, "best", warn)
+    weights, step = load_final_weights(run.folders.training, warn)
     algorithm, model = _build(run)
     load_weights_into(model, weights)
     context = ExportContext(
@@ -121,7 +121,10 @@ def verifier_name(run: ResolvedRun) -> str:
 def own_notes(run: ResolvedRun, step: int) -> dict[str, Any]:
     """What this project wants to find again in config.json, under a key that vLLM does not read."""
     recipe = run.resolved_recipe()
+    trained = Stage("train", run.folders.training).record()
+    figures = trained.summary.get("finish") if trained is not None else None
     return {
+        **({"finish": figures} if figures else {}),
         "version": __version__,
         "algorithm": run.algorithm.name,
         "options": recipe["algorithm"]["options"],

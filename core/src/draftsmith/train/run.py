@@ -28,7 +28,7 @@ from draftsmith.errors import OutputError, SampleError, Stopped
 from draftsmith.observers import Dispatcher, open_observers
 from draftsmith.stages import Stage, StageRecord
 from draftsmith.train.log import MetricsLog
-from draftsmith.train.loop import Job, train
+from draftsmith.train.loop import Job, finish, train
 from draftsmith.train.optimizers import Optimizers, build_optimizers
 from draftsmith.train.rows import Order, RowLoader, RowPlan, Table, check_plan, derived_seed, plan_rows
 from draftsmith.train.scoring import Teacher
@@ -104,8 +104,8 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
         with StopRequest() as stop, deterministic_algorithms():
             training = prepare_training(run)
             _describe(run, training, say)
-            state = _train(run, training, stop, events, console, say)
-        record = stage.finish(_summary(training, state))
+            state, figures = _train(run, training, stop, events, console, say)
+        record = stage.finish(_summary(training, state) | ({"finish": figures} if figures else {}))
         outcome = "completed"
     except Stopped:
         outcome = "stopped"
@@ -205,7 +205,8 @@ def _train(
     events: _Events,
     console: Console | None,
     say: Callable[[str], None],
-) -> TrainingState:
+) -> tuple[TrainingState, dict[str, float]]:
+    """The state at the end, and the algorithm's figures of its last hand on the draft."""
     found = read_newest(run.folders.training, say)
     environment = _environment(training)
     state = TrainingState(step=0)
@@ -244,7 +245,8 @@ def _train(
             )
         )
         training.model.train()
-        return train(job, state, saved=state.step if found is not None else -1)
+        state = train(job, state, saved=state.step if found is not None else -1)
+        return state, finish(job, state)
 
 
 class _Events:
