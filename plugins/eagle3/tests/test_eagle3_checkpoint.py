@@ -172,6 +172,14 @@ def test_missing_flags_are_read_as_vllm_reads_them(case: AlgorithmCase) -> None:
     assert not any(options[flag] for flag in ("norm_before_fc", "fc_norm", "norm_output"))
 
 
+def test_layers_that_differ_in_their_window_are_refused(case: AlgorithmCase) -> None:
+    config = case.format.config(context(case))
+    kinds = ["sliding_attention", "full_attention"]
+    config["transformer_layer_config"] |= {"layer_types": kinds, "sliding_window": 5, "num_hidden_layers": 2}
+    with pytest.raises(CheckpointError, match="others see everything"):
+        case.format.options(config)
+
+
 @pytest.mark.parametrize("change", ["drop", "add", "reshape"])
 def test_tensors_that_do_not_fit_are_refused(case: AlgorithmCase, change: str) -> None:
     model = case.algorithm.build_model()
