@@ -115,6 +115,7 @@ def test_gradients_can_be_taken_between_the_rows(run, finishing):
 
     finishing(finish)
     assert run_train(run).complete
+    assert not (run.folders.training / "finished").exists()  # no figures: nothing was changed
 
 
 def test_a_signal_stops_it_and_the_next_start_finishes(run, finishing):

@@ -342,7 +342,7 @@ class DraftAlgorithm(ABC):
 
         Returns:
             Name → figure, for metrics.jsonl, the train stage's summary, the model card, and the exported config
-            (``finish`` under the project's key). The default does nothing.
+            (``finish`` under the project's key). Empty, as by default: nothing was changed.
         """
         return {}
 

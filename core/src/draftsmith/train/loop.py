@@ -216,10 +216,8 @@ def validate(job: Job) -> Pairs | None:
 def finish(job: Job, state: TrainingState) -> dict[str, float]:
     """Let the algorithm put its last hand on the best weights, and store what comes of it for the export.
 
-    Nothing is stored for an algorithm that has no :meth:`~draftsmith.interfaces.DraftAlgorithm.finish` of its own.
-
     Returns:
-        The algorithm's figures.
+        The algorithm's figures; without any, nothing was changed, and nothing is stored.
 
     Raises:
         Stopped: a signal came in between; the trained weights are as they were.
@@ -238,6 +236,8 @@ def finish(job: Job, state: TrainingState) -> dict[str, float]:
     bad = [name for name, value in figures.items() if not math.isfinite(value)]
     if bad:
         raise NumericsError(f"{', '.join(bad)} of the finished draft is not finite", where=str(job.folder))
+    if not figures:
+        return {}
     write_finished(job.folder, step, trained_tensors(model))
     job.log.write({"step": step, "phase": "finish", "tokens": state.tokens, **figures})
     job.events.step_finished(api.StepFinished(step=step, tokens=state.tokens, phase="finish", metrics=figures))
