@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointSaved",
     "CheckpointSchema",
     "Command",
+    "DataFacts",
     "DraftArchitecture",
     "Item",
     "Loss",
@@ -204,6 +205,21 @@ def _leaves_to_core(_: Any, attribute: Attribute[Any], value: Mapping[str, Any])
 
 
 @frozen(kw_only=True)
+class DataFacts:
+    """What the prepared rows are like, those of validation included. Rows are counted as training cuts them.
+
+    Attributes:
+        token_ids: every token that occurs, in prompts too.
+        longest_row: tokens of the longest row.
+        longest_answer: the most supervised tokens that follow one another in a row.
+    """
+
+    token_ids: frozenset[int] = field(repr=False)
+    longest_row: int
+    longest_answer: int
+
+
+@frozen(kw_only=True)
 class ServingPlan:
     """How vLLM is told to serve an exported checkpoint as a draft.
 
@@ -251,6 +267,8 @@ class Algorithm(Item):
         reduction: the paper's loss reduction: ``masked_mean``, ``weighted_mean`` or ``local_mean``.
         requirements: ``(options, verifier) -> CaptureRequirements``; torch-free.
         check: ``(options, verifier) -> problems``, found before anything heavy starts; torch-free.
+        check_data: ``(options, verifier, data) -> problems``, found once the data are prepared; torch-free. None
+            (the default): any data will do.
         max_speculative_tokens: ``options -> K``, the number of tokens that the trained draft may serve.
         window: ``options -> W`` of the mask rule, or None (the default): no window.
         vllm_registration: ``"module:function"`` called in vLLM's processes for an algorithm unknown to vLLM.
@@ -265,6 +283,7 @@ class Algorithm(Item):
     requirements: Callable[[Any, VerifierFacts], CaptureRequirements]
     max_speculative_tokens: Callable[[Any], int]
     check: Callable[[Any, VerifierFacts], Sequence[Problem]] = _no_problems
+    check_data: Callable[[Any, VerifierFacts, DataFacts], Sequence[Problem]] | None = None
     loss_options: Mapping[str, Any] = field(factory=dict)
     reduction: Literal["masked_mean", "weighted_mean", "local_mean"] = "masked_mean"
     window: Callable[[Any], int | None] = _no_window
