@@ -45,11 +45,12 @@ class Case:
     last_hidden: Tensor
     slots: DraftSlots
 
-    def score(self, loss: PositionLoss, statistics: bool = True) -> ScoredSlots:
+    def score(self, loss: PositionLoss, statistics: bool = True, expected: Tensor | None = None) -> ScoredSlots:
         token, logsumexp = self.teacher.statistics(self.last_hidden) if statistics else (None, None)
         return score_slots(
-            self.slots, self.teacher, self.last_hidden, loss, teacher_token=token, teacher_logsumexp=logsumexp
-        )
+            self.slots, self.teacher, self.last_hidden, loss,
+            teacher_token=token, teacher_logsumexp=logsumexp, expected=expected,
+        )  # fmt: skip
 
 
 def make_case(
@@ -184,6 +185,29 @@ def test_one_trainable_term_beside_a_frozen_head() -> None:
     case = make_case(terms=2, trainable=True)
     case.slots.terms[0][1].requires_grad_(False)
     compare(case, Hybrid())
+
+
+@pytest.mark.parametrize("guess", ["right", "wrong", "zero", "none"])
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_a_right_guess_of_the_weights_saves_the_second_pass(
+    guess: str, frozen_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a wrong one costs it: the gradients are the same either way, also when they are taken twice."""
+    case = make_case(terms=2, trainable=True)
+    case.slots.terms[0][1].requires_grad_(not frozen_head)
+    weight = torch.rand(case.slots.teacher_row.shape, generator=torch.Generator().manual_seed(5))
+    guesses = {"right": 3.0 * weight, "wrong": weight.flip(0), "zero": 0.0 * weight, "none": None}
+    walks: list[int] = []
+    walk = scoring._Scorer.walk
+    monkeypatch.setattr(scoring._Scorer, "walk", lambda *a, **k: (walks.append(1), walk(*a, **k))[1])
+    leaves = [each for pair in case.slots.terms for each in pair if each.requires_grad]
+    references = torch.autograd.grad((reference(case, Hybrid()).loss * weight).sum() / 7, leaves)
+    scored = case.score(Hybrid(), expected=guesses[guess])
+    for _ in range(2):
+        gradients = torch.autograd.grad((scored.loss * weight).sum() / 7, leaves, retain_graph=True)
+        for gradient, wanted in zip(gradients, references, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=2e-5, atol=2e-5)
+    assert len(walks) == (1 if guess == "right" else 3)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["reduced", "full"])

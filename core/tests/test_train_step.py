@@ -12,6 +12,7 @@ import torch
 from draftsmith.errors import NumericsError
 from draftsmith.interfaces import DraftSlots
 from draftsmith.testing.verifiers import make_tiny_verifier
+from draftsmith.train import scoring
 from draftsmith.train.metrics import divide
 from draftsmith.train.step import reduce_loss, score_row, train_step
 
@@ -71,6 +72,37 @@ def test_reductions(reduction, expected, denominator):
 def test_nothing_that_counts_is_zero_not_nan(reduction):
     value, _ = reduce_loss(torch.tensor([4.0]), slots([1.0], 10), torch.tensor([False]), reduction)
     assert value.item() == 0.0
+
+
+@pytest.mark.parametrize("out_of_vocabulary", ["renormalise", "mask"])
+def test_a_head_in_training_takes_one_pass_over_the_vocabulary(case, verifier, monkeypatch, out_of_vocabulary):
+    """The weights that the loss will be reduced with are known before it is scored."""
+    reduced = case.setup(verifier, draft_size=80, dropout=0.0)
+    objective = case.objective(reduced, out_of_vocabulary=out_of_vocabulary, reduction="weighted_mean")
+    objective.model.head.weight.requires_grad_(True)
+    row = case.row(reduced)
+    token, logsumexp = objective.teacher.statistics(row.last_hidden)
+    row = attrs.evolve(row, teacher_token=token, teacher_logsumexp=logsumexp)
+    walks = []
+    walk = scoring._Scorer.walk
+    monkeypatch.setattr(scoring._Scorer, "walk", lambda *a, **k: (walks.append(1), walk(*a, **k))[1])
+    score = score_row(objective, row, case.generators(1)[0])
+    score.value.backward()
+    assert objective.model.head.weight.grad.abs().sum() > 0
+    assert len(walks) == 1
+    assert 0 < score.scored.kept.float().mean() < 1
+
+
+def test_an_empty_row_reaches_every_trained_weight(case, setup):
+    objective = case.objective(setup)
+    objective.model.head.weight.requires_grad_(True)
+    row = case.row(setup)
+    row = attrs.evolve(row, loss_mask=torch.zeros_like(row.loss_mask))
+    score = score_row(objective, row, case.generators(1)[0])
+    assert score.value.item() == 0
+    score.value.backward()
+    trained = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
+    assert [name for name, p in trained.items() if p.grad is None] == []
 
 
 def test_it_learns(case, setup):

@@ -109,6 +109,7 @@ def score_row(objective: Objective, row: PackedRow, generator: torch.Generator) 
         objective.loss,
         teacher_token=row.teacher_token,
         teacher_logsumexp=row.teacher_logsumexp,
+        expected=_expected(objective, slots, row),
     )
     counted = scored.kept if objective.out_of_vocabulary == "mask" else torch.ones_like(scored.kept)
     slots = attrs.evolve(slots, weight=objective.algorithm.weights(slots, scored, counted).detach())
@@ -117,6 +118,15 @@ def score_row(objective: Objective, row: PackedRow, generator: torch.Generator) 
     weight = denominator.detach().to(torch.float64)
     pairs = {"loss": torch.stack([value.detach().to(torch.float64) * weight, weight]), **slot_metrics(slots, scored)}
     return RowScore(value=value, denominator=denominator, pairs={**pairs, **extra}, slots=slots, scored=scored)
+
+
+def _expected(objective: Objective, slots: DraftSlots, row: PackedRow) -> Tensor | None:
+    """What :func:`reduce_loss` will weigh the slots with, up to a common factor; None where it is not known yet."""
+    if objective.out_of_vocabulary != "mask":
+        return slots.weight
+    if row.teacher_token is None:
+        return None
+    return slots.weight * (objective.teacher.draft_ids(row.teacher_token[slots.teacher_row]) >= 0)
 
 
 def reduce_loss(loss: Tensor, slots: DraftSlots, counted: Tensor, reduction: Reduction) -> tuple[Tensor, Tensor]:
@@ -186,6 +196,7 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManage
 def _empty_score(slots: DraftSlots) -> RowScore:
     """A row without a supervised slot: loss zero, still a function of the weights, so that ranks stay in step."""
     terms = [x.float().sum() for x, _ in slots.terms]
+    terms += [weight.float().sum() for _, weight in slots.terms if weight.requires_grad]
     value = torch.stack(terms).sum() * 0.0 if terms else slots.weight.new_zeros(())
     return RowScore(value=value, denominator=slots.weight.new_zeros(()), pairs={}, slots=slots, scored=None)
 
