@@ -65,6 +65,7 @@ def test_default_layer_ids(layers: int, ids: tuple[int, ...]) -> None:
         ({"layer_overrides": {"num_key_value_heads": 3}}, "divide"),
         ({"layer_overrides": {"head_dim": 31}}, "odd"),
         ({"layer_overrides": {"sliding_window": 4}}, "option of its own"),
+        ({"sliding_window": 4, "layer_overrides": {"layer_types": ["full_attention"]}}, "option of its own"),
         ({"layer_overrides": {"hidden_act": "gelu"}}, "hidden_act: 'gelu' is not something"),
         ({"layer_overrides": {"rope_theta": 5000}}, "have no rope_theta"),
         ({"layer_overrides": {"rope_parameters": "plain"}}, "not of its kind"),

@@ -100,7 +100,12 @@ def check(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
                 hint="set norm_before_fc: false to use one norm per tapped layer",
             )
         )
-    own = {"model_type": "layer_type", "num_hidden_layers": "num_layers", "sliding_window": "sliding_window"}
+    own = {
+        "model_type": "layer_type",
+        "num_hidden_layers": "num_layers",
+        "sliding_window": "sliding_window",
+        "layer_types": "sliding_window",
+    }
     problems += override_problems(_derived(options, verifier), options.layer_overrides, own)
     return problems
 
