@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
-from draftsmith_dflash.options import DFlashOptions, check, max_speculative_tokens, requirements
+from draftsmith_dflash.options import DFlashOptions, check, check_data, max_speculative_tokens, requirements
 
 
 @hookimpl
