@@ -215,8 +215,8 @@ def _first_attention(
     for start, stop, first, mask in _tiles(lengths, reach, query):
         out, log_sum = kernel_forward(
             kernel_view(query[start:stop], kv_heads),
-            kernel_keys(key[first:stop], group),
-            kernel_keys(value[first:stop], group),
+            kernel_keys(key[first:stop]),
+            kernel_keys(value[first:stop]),
             mask,
         )
         output[start:stop] = out.permute(2, 0, 1, 3)
@@ -235,7 +235,6 @@ def _first_backward(
     reach: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = key.shape[1]
-    group = query.shape[1] // kv_heads
     grad_query, grad_key, grad_value = (
         torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
     )
@@ -245,13 +244,13 @@ def _first_backward(
         part = kernel_backward(
             kernel_view(grad[start:stop], kv_heads),
             kernel_view(query[start:stop], kv_heads),
-            kernel_keys(key[first:stop], group),
-            kernel_keys(value[first:stop], group),
+            kernel_keys(key[first:stop]),
+            kernel_keys(value[first:stop]),
             kernel_view(output[start:stop], kv_heads),
             lse[start:stop].permute(1, 2, 0),
             mask,
         )
         grad_query[start:stop] = part[0].permute(2, 0, 1, 3).flatten(1, 2)
-        grad_key[first:stop] += part[1].sum(1).transpose(0, 1)
-        grad_value[first:stop] += part[2].sum(1).transpose(0, 1)
+        grad_key[first:stop] += part[1].transpose(0, 1)
+        grad_value[first:stop] += part[2].transpose(0, 1)
     return grad_query, grad_key, grad_value

@@ -4,11 +4,13 @@ Parts of one softmax, computed apart, are merged by their log-sum-exp. The backw
 weights as exp(score - lse) and uses the output only through the row sums of (gradient x output). Given the *merged*
 log-sum-exp and output, it therefore returns the exact gradients of its part of the merged attention.
 
-Tensors are [b, n, rows, d], log-sum-exp [b, n, rows]. A mask of None means causal on as many keys as queries.
+Queries are [b, n, R, d] and keys [b, K, d]: n query heads share the keys of each of b. Log-sum-exp is [b, n, R]. A
+mask [R, K] is added to the scores; None means causal, on as many keys as queries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +18,10 @@ import torch
 from torch import Tensor
 
 __all__ = ["by_key_head", "kernel_backward", "kernel_forward", "kernel_keys", "kernel_view"]
+
+#: Scores of one tile of the backward pass on a CPU, of float32: what fits its L2 cache; and its fewest query rows.
+TILE_SCORES = 2**18
+TILE_ROWS = 32
 
 
 def by_key_head(tensor: Tensor, kv_heads: int) -> Tensor:
@@ -28,13 +34,15 @@ def kernel_view(tensor: Tensor, kv_heads: int) -> Tensor:
     return by_key_head(tensor, kv_heads).permute(1, 2, 0, 3)
 
 
-def kernel_keys(tensor: Tensor, group: int) -> Tensor:
-    """Keys [R, g, d] → [g, h/g, R, d], of stride zero over the query heads that share them."""
-    return tensor.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+def kernel_keys(tensor: Tensor) -> Tensor:
+    """Keys [K, g, d] → [g, K, d], a view."""
+    return tensor.transpose(0, 1)
 
 
 def kernel_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output [b, n, R, d] in the dtype of *query*, and log-sum-exp [b, n, R] in float32 or wider."""
     aten = torch.ops.aten
+    key, value = (_shared(each, query.shape[1]) for each in (key, value))
     if query.device.type == "cpu":
         output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, mask is None, attn_mask=mask
@@ -52,14 +60,65 @@ def kernel_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 def kernel_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    aten = torch.ops.aten
+    """Gradients [b, n, R, d], [b, K, d], [b, K, d], given the output and log-sum-exp of the whole softmax."""
     if query.device.type == "cpu":
-        gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, lse.contiguous(), 0.0, mask is None, attn_mask=mask
-        )
-        return gradients
+        return _tiled_backward(grad, query, key, value, output, lse, mask)
+    key, value = (_shared(each, query.shape[1]) for each in (key, value))
     with _strict_determinism():
-        return _accelerator_backward(grad, query, key, value, output, lse, mask)
+        grad_query, grad_key, grad_value = _accelerator_backward(grad, query, key, value, output, lse, mask)
+    return grad_query, grad_key.sum(1), grad_value.sum(1)
+
+
+def _shared(keys: Tensor, group: int) -> Tensor:
+    """Keys [b, K, d] → [b, n, K, d], of stride zero over the query heads that share them."""
+    return keys.unsqueeze(1).expand(-1, group, -1, -1)
+
+
+def _tiled_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass on CPUs: a few query rows at a time, whose scores fit the cache.
+
+    torch's own kernel multiplies one head at a time, and without the processor's bfloat16 instructions. Here the
+    query heads that share keys are rows of one product.
+    """
+    batch, group, rows, dim = query.shape
+    keys, wide = key.shape[1], lse.dtype
+    scale = 1.0 / math.sqrt(dim)
+    delta = (grad.to(wide) * output).sum(-1)
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = (torch.zeros(batch, keys, dim, dtype=wide) for _ in range(2))
+    for tile in _row_tiles(rows, batch * group * keys):
+        seen = keys if mask is not None else tile.stop  # causal: nothing after the tile's last row
+        k, v = key[:, :seen], value[:, :seen]
+        q, g = (each[:, :, tile].reshape(batch, -1, dim) for each in (query, grad))
+        weight = torch.bmm(q, k.transpose(1, 2)).to(wide).view(batch, group, -1, seen)
+        weight.mul_(scale).sub_(lse[:, :, tile, None])
+        if mask is None:
+            weight[..., tile].masked_fill_(_later(tile, weight), float("-inf"))
+        else:
+            weight.add_(mask[tile])
+        weight = weight.exp_().view(batch, -1, seen)
+        grad_value[:, :seen] += torch.bmm(weight.to(g.dtype).transpose(1, 2), g)
+        grad_score = torch.bmm(g, v.transpose(1, 2)).to(wide)
+        grad_score.sub_(delta[:, :, tile].reshape(batch, -1, 1)).mul_(weight).mul_(scale)
+        score = grad_score.to(q.dtype)
+        grad_query[:, :, tile] = torch.bmm(score, k).view(batch, group, -1, dim)
+        grad_key[:, :seen] += torch.bmm(score.transpose(1, 2), q)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _row_tiles(rows: int, scores: int) -> Iterator[slice]:
+    """Slices of *rows*, each of which has *scores*, of TILE_SCORES at most where that leaves TILE_ROWS."""
+    size = min(rows, max(TILE_ROWS, TILE_SCORES // max(1, scores)))
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def _later(tile: slice, like: Tensor) -> Tensor:
+    """bool [rows, rows]: the keys of a tile that come after its queries."""
+    count = tile.stop - tile.start
+    return torch.ones(count, count, dtype=torch.bool, device=like.device).triu(1)
 
 
 def _accelerator_backward(
