@@ -397,7 +397,14 @@ class ReplayTests(_CaseTests):
 
 
 class LeakTests(_CaseTests):
-    """No slot sees what it would not have in serving."""
+    """No slot sees what it would not have in serving.
+
+    Attributes:
+        later_slots_see_the_start: False for a draft of which a window may hide the beginning of a chain, the newest
+            verified token and the bonus token, from the chain's later slots.
+    """
+
+    later_slots_see_the_start: bool = True
 
     def test_no_slot_sees_features_that_serving_does_not_have(self, case: AlgorithmCase) -> None:
         """The gradient of a slot's logits in the features is exactly zero from its bonus row on, and beyond its
@@ -413,7 +420,8 @@ class LeakTests(_CaseTests):
                 (grad,) = torch.autograd.grad(logits[slot] @ direction, taps, retain_graph=True)
                 seen = torch.nonzero(grad.abs().sum(-1)).flatten().tolist()
                 assert all(chain.begin <= index < chain.bonus for index in seen), (seen, chain)
-                assert chain.bonus - 1 in seen, (seen, chain)
+                if slot == chain.slots[0] or self.later_slots_see_the_start:
+                    assert chain.bonus - 1 in seen, (seen, chain)
 
     def test_no_slot_sees_tokens_that_serving_does_not_have(self, case: AlgorithmCase) -> None:
         """Changing any token after the bonus token and the slot's forced prefix changes nothing, bit by bit."""
@@ -436,7 +444,8 @@ class LeakTests(_CaseTests):
             tokens = case.row.input_ids.clone()
             tokens[chain.bonus] = (tokens[chain.bonus] + 1) % 300
             changed = slot_logits(_forward(case, model, attrs.evolve(case.row, input_ids=tokens))).detach()
-            assert all((changed[slot] - logits[slot]).abs().max() > 1e-5 for slot in chain.slots.values())
+            wanted = chain.slots.values() if self.later_slots_see_the_start else [chain.slots[0]]
+            assert all((changed[slot] - logits[slot]).abs().max() > 1e-5 for slot in wanted)
 
 
 class PackingTests(_CaseTests):

@@ -89,9 +89,8 @@ class DFlashDraft(nn.Module, DraftArchitecture):
 
     def forward(self, batch: Batch, attend: Attend) -> Tensor:
         """Normed hidden states [N, H] of the batch's slots; times the head they are logits."""
-        if not len(batch.blocks):  # nothing to predict, still a function of the weights
-            nothing: Tensor = self.norm(self.context(batch.taps[:0]))
-            return nothing
+        if not len(batch.blocks):
+            return self._nothing(batch)
         context = self.context(batch.taps)
         hidden = F.embedding(batch.token_ids.flatten(), self.embed_tokens.weight).to(self.compute_dtype)
         tables = self.rotary(batch.positions), self.rotary(batch.block_positions.flatten())
@@ -100,6 +99,12 @@ class DFlashDraft(nn.Module, DraftArchitecture):
             hidden = self._layer(index, context, hidden, tables, batch, attend, batch.rows if is_last else None)
         normed: Tensor = self.norm(hidden)
         return normed
+
+    def _nothing(self, batch: Batch) -> Tensor:
+        """[0, H], still a function of every trained weight, so that ranks with nothing to predict stay in step."""
+        normed: Tensor = self.norm(self.context(batch.taps[:0]))
+        weights = [each.flatten()[:1] for each in self.parameters() if each.requires_grad]
+        return normed + 0.0 * torch.cat(weights).sum().to(normed.dtype)
 
     def _layer(
         self,

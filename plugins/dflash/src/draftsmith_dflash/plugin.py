@@ -47,6 +47,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             reduction="weighted_mean",
             requirements=requirements,
             check=check,
+            check_data=check_data,
             max_speculative_tokens=max_speculative_tokens,
             window=lambda options: options.sliding_window,
         )

@@ -36,7 +36,7 @@ def pace_weights(confidence: Tensor, chain: Tensor, step: Tensor, counted: Tenso
     """D-PACE's weights: float32 [N], how many slots of the block are reached by way of this one, itself included.
 
     With q the draft's probability of the right token, s = (1 - a) q + a (1 where a slot does not count) and
-    C_j = prod_{i <= j} s_i, the weight of slot k is sum_{j >= k} C_j over the slots that count.
+    C_j = prod_{i <= j} s_i, the weight of slot k is sum_{j >= k} C_j over the slots that count; 0 if it does not.
 
     Args:
         confidence: float32 [N], q.
@@ -51,7 +51,7 @@ def pace_weights(confidence: Tensor, chain: Tensor, step: Tensor, counted: Tenso
     counts = confidence.new_zeros(blocks, steps)
     counts[chain, step] = counted.to(counts.dtype)
     reached = factors.cumprod(1) * counts
-    return reached.flip(1).cumsum(1).flip(1)[chain, step]
+    return reached.flip(1).cumsum(1).flip(1)[chain, step] * counted
 
 
 class BlockAlgorithm(DraftAlgorithm):
