@@ -66,6 +66,7 @@ def _variants() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "draft_size"), _variants())
 def test_what_is_trained_is_what_is_served(
     material: Callable[[str], Material], options: dict[str, Any], draft_size: int | None, tmp_path: Path
