@@ -130,7 +130,7 @@ def test_a_start_across_layouts_is_refused_before_anything_begins(
     assert "train.warm_start" in str(caught.value.problems[0].where)
 
 
-def test_a_gated_head_is_exported_and_said_to_be_unservable(recipe: Callable[..., ResolvedRun], capsys: Any) -> None:
+def test_a_gated_head_is_exported_and_said_to_be_unservable(recipe: Callable[..., ResolvedRun]) -> None:
     run = recipe("dspark", "gated", {"markov_head": "gated", "markov_rank": 8}, epochs=1)
     run_all(run, None, stages=STAGES)
     reason = "vLLM loads the vanilla Markov head alone; this one is of the kind gated"
