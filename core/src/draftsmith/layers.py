@@ -125,11 +125,34 @@ def _inverse_frequencies(config: LayerConfig) -> tuple[Tensor, float]:
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     """Rotate x [T, heads, head_dim] (halves convention of Llama and NeoX); float32 inside, dtype of *x* outside."""
+    turned: Tensor = _Rotate.apply(x, table.cos, table.sin)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Rotate(torch.autograd.Function):
+    """Keeps nothing but the table: the backward pass is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    cos, sin = table.cos[:, None], table.sin[:, None]
-    wide = x.float()
-    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-    return (wide * cos + turned * sin).to(x.dtype)
+    # Both halves of a table are equal.
+    cos, sin = cos[:, None, :half], sin[:, None, :half]
+    first, second = x[..., :half].to(cos.dtype), x[..., half:].to(cos.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out[..., :half] = (first * cos).addcmul_(second, sin, value=-1)
+    out[..., half:] = (second * cos).addcmul_(first, sin)
+    return out
 
 
 class AttentionWeights(NamedTuple):
@@ -212,8 +235,7 @@ class Mlp(nn.Module):
     @staticmethod
     def apply_fused(x: Tensor, weights: MlpWeights) -> Tensor:
         """SwiGLU of x [T, H] with fused weights."""
-        gate, up = F.linear(x, weights.gate_up).chunk(2, dim=-1)
-        product: Tensor = _SwiGlu.apply(gate, up)  # type: ignore[no-untyped-call]
+        product: Tensor = _SwiGlu.apply(F.linear(x, weights.gate_up))  # type: ignore[no-untyped-call]
         return F.linear(product, weights.down)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -221,19 +243,24 @@ class Mlp(nn.Module):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(gate) · up that keeps only its two inputs for the backward pass, not silu(gate) as well."""
+    """silu(gate) · up of [T, 2 I], that keeps only its input for the backward pass, not silu(gate) as well."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, F.silu(gate).mul_(grad)
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        result = torch.empty_like(gate_up)
+        grad_gate, grad_up = result.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=grad_up)
+        torch.ops.aten.silu_backward(grad * up, gate, grad_input=grad_gate)
+        return result
 
 
 def initialise(module: nn.Module, std: float) -> None:

@@ -9,15 +9,17 @@ Shapes: T context rows, N blocks of B slots, h query heads, g key/value heads (g
 
 Three forms, equal in values and gradients:
 
-* ``linear``: a fused kernel over tiles, a tile being a few blocks of one document: its keys are the context up to the
-  last of their anchors, which they share, and their own slots. No other rows of the packed row are touched, and what
-  is kept for the backward pass is the output and one number a query and head. Memory is linear in T and in N * B.
+* ``linear``: a fused kernel over the context before the anchors of one document, a few blocks at a time that share
+  those keys, which also returns the log-sum-exp of its scores; the slots of each block among themselves are a small
+  dense product; the two are merged by log-sum-exp. Kept for the backward pass: the output, and one number a query and
+  head. Memory is linear in T and in N * B.
 * ``dense``: scores [h, N * B, T + N * B] and the mask as a tensor. The reference.
 * ``flex``: flex attention with a block mask from the same rule. For GPUs; on CPUs it has no backward pass.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
@@ -35,9 +37,11 @@ from draftsmith.masks.rules import Anchored, AnchoredCausal
 
 __all__ = ["AnchoredBlocks", "anchored_attention"]
 
-#: Query rows of a tile. Its blocks see the keys of each other's slots masked, which many blocks would make many; on an
-#: accelerator fewer and larger tiles are faster all the same.
-TILE_ROWS = {"cpu": 80, "accelerator": 512}
+#: Query rows of a tile: blocks of one document that see its context up to the last of their anchors, each up to its
+#: own by a mask. Larger tiles hide more, smaller ones are more calls.
+TILE_ROWS = {"cpu": 320, "accelerator": 1024}
+#: Scores of the blocks among themselves that are computed at once.
+BLOCK_SCORES = {"cpu": 2**18, "accelerator": 2**25}
 
 
 @frozen(kw_only=True)
@@ -143,53 +147,8 @@ def _check(query: Tensor, context_key: Tensor, block_key: Tensor, blocks: Anchor
 # --- linear -----------------------------------------------------------------------------------------------------
 
 
-class _Tile(NamedTuple):
-    """One kernel call: the query rows *slots* on the context rows [first, anchors[-1]) and on their own slots."""
-
-    slots: slice
-    first: int
-    anchors: tuple[int, ...]
-
-    @property
-    def context(self) -> slice:
-        return slice(self.first, self.anchors[-1])
-
-
-def _tiles(blocks: AnchoredBlocks, window: int | None, rows: int) -> Iterator[_Tile]:
-    """Cut the blocks of each document into tiles of at most *rows* query rows, and of one block at least."""
-    size, most = blocks.block_size, max(1, rows // blocks.block_size)
-    anchors = blocks.anchors
-    for end, length in zip(accumulate(blocks.document_lengths), blocks.document_lengths, strict=True):
-        low, high = bisect_left(anchors, end - length), bisect_left(anchors, end)
-        for start in range(low, high, most):
-            stop = min(start + most, high)
-            # A window hides what lies before the first slot's: the slots that follow stand later.
-            first = end - length if window is None else max(end - length, anchors[start] - window + 1)
-            yield _Tile(slice(start * size, stop * size), first, anchors[start:stop])
-
-
-def _mask(tile: _Tile, size: int, window: int | None, causal: bool, like: Tensor) -> Tensor:
-    """[Q, K] of the dtype of *like*: 0 where a query of the tile sees a key, else -inf. Every query sees itself."""
-    device = like.device
-    anchors = torch.tensor(tile.anchors, device=device)[:, None, None]  # [n, 1, 1]
-    slot = torch.arange(size, device=device)
-    keys = torch.arange(tile.context.start, tile.context.stop, device=device)
-    before = (keys < anchors).expand(-1, size, -1)  # [n, B, K]
-    ahead = slot - slot[:, None]  # [B, B], position of the key less the query's
-    own = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
-    if window is not None:
-        # Rows of one document are as far apart as their positions.
-        before = before & (keys > anchors + slot[:, None] - window)
-        own = own & (ahead.abs() < window)
-    count = len(tile.anchors)
-    among = torch.zeros(count, size, count, size, dtype=torch.bool, device=device)
-    among.diagonal(dim1=0, dim2=2).copy_(own[..., None])
-    seen = torch.cat((before, among.flatten(2)), -1).flatten(0, 1)
-    return torch.zeros(seen.shape, dtype=like.dtype, device=device).masked_fill_(~seen, float("-inf"))
-
-
 class _Linear(torch.autograd.Function):
-    """The ``linear`` form. Keeps its inputs, the output and the log-sum-exp, no scores and no mask."""
+    """The ``linear`` form. Keeps its inputs, the output and the merged log-sum-exp, no scores and no mask."""
 
     @staticmethod
     def forward(
@@ -203,55 +162,229 @@ class _Linear(torch.autograd.Function):
         window: int | None,
         causal: bool,
     ) -> Tensor:
-        kv_heads = context_key.shape[1]
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        lse = torch.empty(query.shape[:2], dtype=wide, device=query.device)
-        for tile in _tiles(blocks, window, _tile_rows(query)):
-            out, log_sum = kernel_forward(
-                kernel_view(query[tile.slots], kv_heads),
-                kernel_keys(_joined(tile, context_key, block_key)),
-                kernel_keys(_joined(tile, context_value, block_value)),
-                _mask(tile, blocks.block_size, window, causal, query),
-            )
-            by_key_head(output[tile.slots], kv_heads).copy_(out.permute(2, 0, 1, 3))
-            lse[tile.slots] = log_sum.permute(2, 0, 1).flatten(1)
+        output, lse = _context_forward(query, context_key, context_value, blocks, window)
+        _add_blocks(output, lse, query, block_key, block_value, blocks, window, causal)
+        result = output.flatten(1, 2).to(query.dtype)
         ctx.plan = (blocks, window, causal)
-        ctx.save_for_backward(query, context_key, context_value, block_key, block_value, output, lse)
-        return output
+        ctx.save_for_backward(query, context_key, context_value, block_key, block_value, result, lse)
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         blocks, window, causal = ctx.plan
         query, context_key, context_value, block_key, block_value, output, lse = ctx.saved_tensors
-        grad, kv_heads = grad.contiguous(), context_key.shape[1]
-        grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-        # Tiles of one document add to the same context rows: in float32, as one sum would be.
-        grad_context = [torch.zeros(each.shape, dtype=lse.dtype, device=each.device) for each in (context_key,) * 2]
-        grad_block = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (block_key,) * 2]
-        for tile in _tiles(blocks, window, _tile_rows(query)):
-            part, *grad_keys = kernel_backward(
-                kernel_view(grad[tile.slots], kv_heads),
-                kernel_view(query[tile.slots], kv_heads),
-                kernel_keys(_joined(tile, context_key, block_key)),
-                kernel_keys(_joined(tile, context_value, block_value)),
-                kernel_view(output[tile.slots], kv_heads),
-                kernel_view(lse[tile.slots, :, None], kv_heads).squeeze(-1),
-                _mask(tile, blocks.block_size, window, causal, query),
-            )
-            by_key_head(grad_query[tile.slots], kv_heads).copy_(part.permute(2, 0, 1, 3))
-            rows = tile.context.stop - tile.context.start
-            for each, context, block in zip(grad_keys, grad_context, grad_block, strict=True):
-                context[tile.context] += each[:, :rows].transpose(0, 1)
-                block[tile.slots] = each[:, rows:].transpose(0, 1)
-        return grad_query, *(each.to(context_key.dtype) for each in grad_context), *grad_block, None, None, None
+        grad = grad.contiguous()
+        grad_query, *grad_block = _blocks_backward(
+            grad, query, block_key, block_value, output, lse, blocks, window, causal
+        )
+        grad_context = _context_backward(
+            grad, query, context_key, context_value, output, lse, blocks, window, grad_query
+        )
+        return grad_query, *grad_context, *grad_block, None, None, None
 
 
-def _joined(tile: _Tile, context: Tensor, block: Tensor) -> Tensor:
-    """The tile's keys (or values), [K, g, d]: of the context, then of its own slots."""
-    return torch.cat((context[tile.context], block[tile.slots]))
+# --- the context of the anchors
 
 
-def _tile_rows(like: Tensor) -> int:
-    return TILE_ROWS["cpu" if like.device.type == "cpu" else "accelerator"]
+class _Tile(NamedTuple):
+    """One kernel call: the query rows *slots*, of the blocks at *anchors*, on the context rows *context*."""
+
+    slots: slice
+    context: slice
+    anchors: tuple[int, ...]
+
+
+def _tiles(blocks: AnchoredBlocks, window: int | None, rows: int) -> Iterator[_Tile]:
+    """Cut the blocks of each document into tiles of at most *rows* query rows, or one block. Without context: none."""
+    size, most = blocks.block_size, max(1, rows // blocks.block_size)
+    anchors = blocks.anchors
+    for end, length in zip(accumulate(blocks.document_lengths), blocks.document_lengths, strict=True):
+        low, high = bisect_left(anchors, end - length), bisect_left(anchors, end)
+        for start in range(low, high, most):
+            stop = min(start + most, high)
+            # A window hides what lies before the first slot's: the slots that follow stand later.
+            first = end - length if window is None else max(end - length, anchors[start] - window + 1)
+            if first < anchors[stop - 1]:
+                yield _Tile(slice(start * size, stop * size), slice(first, anchors[stop - 1]), anchors[start:stop])
+
+
+def _mask(tile: _Tile, size: int, window: int | None, like: Tensor) -> Tensor:
+    """[Q, K] of the dtype of *like*: 0 where a query of the tile sees a key, else so low that nothing is left of it.
+
+    Not -inf: a query that sees nothing here, its anchor being the first row or its window past it, still has a finite
+    log-sum-exp, which its own block outweighs.
+    """
+    anchors = torch.tensor(tile.anchors, device=like.device)[:, None, None]  # [n, 1, 1]
+    keys = torch.arange(tile.context.start, tile.context.stop, device=like.device)
+    hidden = (keys >= anchors).expand(-1, size, -1)  # [n, B, K]
+    if window is not None:
+        # Rows of one document are as far apart as their positions.
+        slot = torch.arange(size, device=like.device)[:, None]
+        hidden = hidden | (keys <= anchors + slot - window)
+    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(hidden, torch.finfo(like.dtype).min / 2).flatten(0, 1)
+
+
+def _context_forward(
+    query: Tensor, key: Tensor, value: Tensor, blocks: AnchoredBlocks, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Output [N * B, g, h/g, d] in float32 or wider, and log-sum-exp [N * B, g, h/g]: -inf where no context is."""
+    kv_heads = key.shape[1]
+    grouped = by_key_head(query, kv_heads)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = torch.zeros(grouped.shape, dtype=wide, device=query.device)
+    lse = torch.full(grouped.shape[:3], float("-inf"), dtype=wide, device=query.device)
+    for tile in _tiles(blocks, window, TILE_ROWS[_kind(query)]):
+        out, log_sum = kernel_forward(
+            kernel_view(query[tile.slots], kv_heads),
+            kernel_keys(key[tile.context]),
+            kernel_keys(value[tile.context]),
+            _mask(tile, blocks.block_size, window, query),
+        )
+        output[tile.slots] = out.permute(2, 0, 1, 3)
+        lse[tile.slots] = log_sum.permute(2, 0, 1)
+    return output, lse
+
+
+def _context_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    blocks: AnchoredBlocks,
+    window: int | None,
+    grad_query: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the context's keys and values; the queries' is added to *grad_query*."""
+    kv_heads = key.shape[1]
+    grad_by_head = by_key_head(grad_query, kv_heads)
+    # Tiles of one document add to the same rows: in float32, as one sum would be.
+    grad_key, grad_value = (torch.zeros(key.shape, dtype=lse.dtype, device=key.device) for _ in range(2))
+    for tile in _tiles(blocks, window, TILE_ROWS[_kind(query)]):
+        part, part_key, part_value = kernel_backward(
+            kernel_view(grad[tile.slots], kv_heads),
+            kernel_view(query[tile.slots], kv_heads),
+            kernel_keys(key[tile.context]),
+            kernel_keys(value[tile.context]),
+            kernel_view(output[tile.slots], kv_heads),
+            lse[tile.slots].permute(1, 2, 0),
+            _mask(tile, blocks.block_size, window, query),
+        )
+        grad_by_head[tile.slots] += part.permute(2, 0, 1, 3)
+        grad_key[tile.context] += part_key.transpose(0, 1)
+        grad_value[tile.context] += part_value.transpose(0, 1)
+    return grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+# --- the slots of a block among themselves
+
+
+def _block_rows(blocks: AnchoredBlocks, heads: int, kind: str) -> Iterator[slice]:
+    """Row slices of whole blocks whose scores fit the budget."""
+    size = blocks.block_size
+    most = max(1, BLOCK_SCORES[kind] // (size * size * heads))
+    for start in range(0, len(blocks), most):
+        yield slice(start * size, min(start + most, len(blocks)) * size)
+
+
+def _block_queries(rows: Tensor, kv_heads: int, size: int) -> Tensor:
+    """[n * B, h, d] → [n * g, h/g * B, d]: the query heads that share keys are rows of one product."""
+    count, heads, dim = rows.shape
+    by_block = rows.view(count // size, size, kv_heads, heads // kv_heads, dim)
+    return by_block.permute(0, 2, 3, 1, 4).reshape(-1, heads // kv_heads * size, dim)
+
+
+def _block_keys(rows: Tensor, size: int) -> Tensor:
+    """[n * B, g, d] → [n * g, B, d]."""
+    count, kv_heads, dim = rows.shape
+    return rows.view(count // size, size, kv_heads, dim).transpose(1, 2).reshape(-1, size, dim)
+
+
+def _by_row(products: Tensor, kv_heads: int, size: int) -> Tensor:
+    """[n * g, h/g * B, d] → [n * B, g, h/g, d], undoing :func:`_block_queries`."""
+    dim = products.shape[-1]
+    return products.view(-1, kv_heads, products.shape[1] // size, size, dim).permute(0, 3, 1, 2, 4).flatten(0, 1)
+
+
+def _hidden_slots(size: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
+    """bool [B, B], True where a slot does not see another of its block; None where each sees all."""
+    slot = torch.arange(size, device=device)
+    ahead = slot - slot[:, None]
+    hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
+    if window is not None and window < size:
+        hidden = hidden | (ahead.abs() >= window)
+    return hidden if causal or (window is not None and window < size) else None
+
+
+def _block_scores(query: Tensor, key: Tensor, hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Scaled scores of :func:`_block_queries` and :func:`_block_keys`, [n * g, h/g * B, B], in *dtype*."""
+    scores = torch.bmm(query, key.transpose(1, 2)).to(dtype).mul_(1.0 / math.sqrt(query.shape[-1]))
+    if hidden is not None:
+        scores.view(scores.shape[0], -1, *hidden.shape).masked_fill_(hidden, float("-inf"))
+    return scores
+
+
+def _add_blocks(
+    output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: AnchoredBlocks,
+    window: int | None,
+    causal: bool,
+) -> None:
+    """Merge the blocks' own slots into *output* and *lse* of the context, in place."""
+    size, kv_heads = blocks.block_size, key.shape[1]
+    hidden = _hidden_slots(size, window, causal, query.device)
+    for rows in _block_rows(blocks, query.shape[1], _kind(query)):
+        scores = _block_scores(
+            _block_queries(query[rows], kv_heads, size), _block_keys(key[rows], size), hidden, lse.dtype
+        )
+        own = _by_row(scores.logsumexp(-1, keepdim=True), kv_heads, size).squeeze(-1)  # [n * B, g, h/g]
+        merged = torch.logaddexp(lse[rows], own)
+        weights = scores.sub_(_block_queries(merged.flatten(1)[..., None], kv_heads, size)).exp_()
+        products = torch.bmm(weights.to(value.dtype), _block_keys(value[rows], size))
+        output[rows] *= torch.exp(lse[rows] - merged)[..., None]
+        output[rows] += _by_row(products, kv_heads, size)
+        lse[rows] = merged
+
+
+def _blocks_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    blocks: AnchoredBlocks,
+    window: int | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the queries (as far as they see their own block), and of the blocks' keys and values."""
+    size, kv_heads = blocks.block_size, key.shape[1]
+    hidden = _hidden_slots(size, window, causal, query.device)
+    grad_query, grad_key, grad_value = (
+        torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query, key, value)
+    )
+    scale = 1.0 / math.sqrt(query.shape[-1])
+    for rows in _block_rows(blocks, query.shape[1], _kind(query)):
+        delta = (grad[rows].to(lse.dtype) * output[rows]).sum(-1, keepdim=True)
+        lse_rows, delta = (_block_queries(x, kv_heads, size) for x in (lse[rows].flatten(1)[..., None], delta))
+        q, g = (_block_queries(each[rows], kv_heads, size) for each in (query, grad))
+        k, v = (_block_keys(each[rows], size) for each in (key, value))
+        weights = _block_scores(q, k, hidden, lse.dtype).sub_(lse_rows).exp_()
+        scores = torch.bmm(g, v.transpose(1, 2)).to(lse.dtype).sub_(delta).mul_(weights).mul_(scale).to(q.dtype)
+        weights = weights.to(g.dtype)
+        by_key_head(grad_query[rows], kv_heads).copy_(_by_row(torch.bmm(scores, k), kv_heads, size))
+        for target, left, right in ((grad_key, scores, q), (grad_value, weights, g)):
+            product = torch.bmm(left.transpose(1, 2), right)  # [n * g, B, d]
+            target[rows] = product.view(-1, kv_heads, size, product.shape[-1]).transpose(1, 2).flatten(0, 1)
+    return grad_query, grad_key, grad_value
+
+
+def _kind(like: Tensor) -> str:
+    return "cpu" if like.device.type == "cpu" else "accelerator"

@@ -80,32 +80,44 @@ def _tiled_backward(
     """The backward pass on CPUs: a few query rows at a time, whose scores fit the cache.
 
     torch's own kernel multiplies one head at a time, and without the processor's bfloat16 instructions. Here the
-    query heads that share keys are rows of one product.
+    query heads that share keys are rows of one product, and what is subtracted of its results a row, the log-sum-exp
+    and the sum of (gradient x output), is part of it: one column more of the queries, against ones. So no result
+    needs more digits than the dtype of the products has, and none is written wider.
     """
     batch, group, rows, dim = query.shape
     keys, wide = key.shape[1], lse.dtype
     scale = 1.0 / math.sqrt(dim)
-    delta = (grad.to(wide) * output).sum(-1)
+    queries = _less(query * scale, lse)
+    grads = _less(grad, (grad.to(wide) * output).sum(-1))
+    key_columns, value_columns = (_with_ones(each).transpose(1, 2) for each in (key, value))
     grad_query = torch.empty_like(query)
     grad_key, grad_value = (torch.zeros(batch, keys, dim, dtype=wide) for _ in range(2))
     for tile in _row_tiles(rows, batch * group * keys):
         seen = keys if mask is not None else tile.stop  # causal: nothing after the tile's last row
-        k, v = key[:, :seen], value[:, :seen]
-        q, g = (each[:, :, tile].reshape(batch, -1, dim) for each in (query, grad))
-        weight = torch.bmm(q, k.transpose(1, 2)).to(wide).view(batch, group, -1, seen)
-        weight.mul_(scale).sub_(lse[:, :, tile, None])
+        q, g = (each[:, :, tile].reshape(batch, -1, each.shape[-1]) for each in (queries, grads))
+        weight = torch.bmm(q, key_columns[..., :seen])
+        by_head = weight.view(batch, group, -1, seen)
         if mask is None:
-            weight[..., tile].masked_fill_(_later(tile, weight), float("-inf"))
+            by_head[..., tile].masked_fill_(_later(tile, weight), float("-inf"))
         else:
-            weight.add_(mask[tile])
-        weight = weight.exp_().view(batch, -1, seen)
-        grad_value[:, :seen] += torch.bmm(weight.to(g.dtype).transpose(1, 2), g)
-        grad_score = torch.bmm(g, v.transpose(1, 2)).to(wide)
-        grad_score.sub_(delta[:, :, tile].reshape(batch, -1, 1)).mul_(weight).mul_(scale)
-        score = grad_score.to(q.dtype)
-        grad_query[:, :, tile] = torch.bmm(score, k).view(batch, group, -1, dim)
-        grad_key[:, :seen] += torch.bmm(score.transpose(1, 2), q)
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+            by_head.add_(mask[tile])
+        weight.exp_()
+        grad_value[:, :seen] += torch.bmm(weight.transpose(1, 2), g[..., :dim])
+        grad_score = torch.bmm(g, value_columns[..., :seen]).mul_(weight)
+        grad_query[:, :, tile] = torch.bmm(grad_score, key[:, :seen]).view(batch, group, -1, dim)
+        grad_key[:, :seen] += torch.bmm(grad_score.transpose(1, 2), q[..., :dim])
+    return grad_query.mul_(scale), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _less(rows: Tensor, number: Tensor) -> Tensor:
+    """[…, d] → […, d + 2]: columns whose product with ones subtracts *number* […], in two parts to keep its digits."""
+    first = number.to(rows.dtype)
+    rest = (number - first.to(number.dtype)).to(rows.dtype)
+    return torch.cat((rows, -first[..., None], -rest[..., None]), -1)
+
+
+def _with_ones(keys: Tensor) -> Tensor:
+    return torch.cat((keys, keys.new_ones(*keys.shape[:-1], 2)), -1)
 
 
 def _row_tiles(rows: int, scores: int) -> Iterator[slice]:
