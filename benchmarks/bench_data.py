@@ -86,8 +86,8 @@ def read_counts(folder: Path) -> torch.Tensor:
     return load_file(folder / "counts.safetensors")["counts"]
 
 
-def pack_documents(folder: Path, positions: int):
-    """One packed row whose documents give *positions* draft positions (one fewer than tokens, each)."""
+def pack_documents(folder: Path, positions: int, lost: int):
+    """One packed row whose documents give *positions* draft positions, *lost* fewer than tokens, each."""
     from datasets import load_from_disk
 
     from draftsmith.data.dataset import PreparedRow
@@ -99,7 +99,7 @@ def pack_documents(folder: Path, positions: int):
         if left <= 0:
             break
         stored = load_file(folder / "dataset" / "hidden_states" / f"hs_{index}.safetensors")
-        length = min(left + 1, stored["token_ids"].shape[0])
+        length = min(left + lost, stored["token_ids"].shape[0])
         prepared = PreparedRow(
             sample_id=str(index),
             token_ids=stored["token_ids"][:length],
@@ -110,5 +110,5 @@ def pack_documents(folder: Path, positions: int):
             sample_id=str(index), token_ids=prepared.token_ids, hidden_states=stored["hidden_states"][:length]
         )
         documents.append(Document(row=prepared, sample=sample))
-        left -= length - 1
-    return assemble(documents, capacity=positions + len(documents))
+        left -= length - lost
+    return assemble(documents, capacity=positions + lost * len(documents))
