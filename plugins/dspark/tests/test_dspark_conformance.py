@@ -14,6 +14,7 @@ from draftsmith.testing.algorithm import (
     AlgorithmCase,
     AlgorithmTests,
     CheckpointTests,
+    FinishTests,
     LeakTests,
     LearningTests,
     Material,
@@ -136,7 +137,7 @@ BY_FAMILY: dict[str, tuple[dict[str, Any], int | None]] = {
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-class TestEveryFamily(ReplayTests, LeakTests, PackingTests, ValueTests, CheckpointTests):
+class TestEveryFamily(ReplayTests, LeakTests, PackingTests, ValueTests, FinishTests, CheckpointTests):
     """All but the training, with every family of tiny verifiers."""
 
     @pytest.fixture

@@ -130,6 +130,18 @@ def test_a_start_across_layouts_is_refused_before_anything_begins(
     assert "train.warm_start" in str(caught.value.problems[0].where)
 
 
+@pytest.mark.parametrize(("layout", "tokens"), [("anchor_first", 4), ("bonus_anchor", 3)])
+def test_more_tokens_than_a_block_gives_are_refused(
+    recipe: Callable[..., ResolvedRun], layout: str, tokens: int
+) -> None:
+    run = recipe("dspark", "many", {"layout": layout})
+    assert run.speculative_tokens == tokens
+    path = run.base / "many.yaml"
+    with pytest.raises(ConfigError, match=f"{tokens + 1} is more than the {tokens} tokens") as caught:
+        resolve(load_recipe(path, [f"export.speculative_tokens={tokens + 1}"]), load_plugins())
+    assert f"at most {tokens}" in str(caught.value.problems[0].hint)
+
+
 def test_a_gated_head_is_exported_and_said_to_be_unservable(recipe: Callable[..., ResolvedRun]) -> None:
     run = recipe("dspark", "gated", {"markov_head": "gated", "markov_rank": 8}, epochs=1)
     run_all(run, None, stages=STAGES)

@@ -19,6 +19,7 @@ values, full marks for the teacher as its own draft, overfitting, and the same l
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,7 @@ from draftsmith.interfaces import (
     MaskRule,
     PackedRow,
     PositionLoss,
+    ScoredSlots,
     VerifierWeights,
     VocabularyMap,
 )
@@ -50,6 +52,7 @@ __all__ = [
     "AlgorithmCase",
     "AlgorithmTests",
     "CheckpointTests",
+    "FinishTests",
     "LeakTests",
     "LearningTests",
     "Material",
@@ -632,6 +635,48 @@ class LearningTests(_CaseTests):
                 assert bool((sources == row).all(-1).any()), f"{name} holds a row that is not the verifier's"
 
 
+class FinishTests(_CaseTests):
+    """The last hand on a trained draft."""
+
+    def test_it_touches_only_the_draft(self, case: AlgorithmCase) -> None:
+        """Its figures are finite, the verifier's tensors stay as they are, and without figures so do all others."""
+        model = self.draft(case)
+        assert isinstance(model, DraftArchitecture)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        figures = case.algorithm.finish(model, _Scored(case, model))
+        assert all(math.isfinite(value) for value in figures.values()), figures
+        changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+        assert not changed & set(model.shared_tensors())
+        assert bool(figures) >= bool(changed), f"{changed} changed, and nothing is reported"
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values())
+
+    def test_without_validation_rows_it_does_no_harm(self, case: AlgorithmCase) -> None:
+        model = self.draft(case)
+        logits = slot_logits(_forward(case, model, case.row)).detach()
+        assert all(math.isfinite(value) for value in case.algorithm.finish(model, ()).values())
+        assert torch.equal(slot_logits(_forward(case, model, case.row)).detach(), logits)
+
+
+class _Scored:
+    """The case's documents, scored anew on every pass, as the core hands over validation rows."""
+
+    def __init__(self, case: AlgorithmCase, model: nn.Module) -> None:
+        self.case, self.model = case, model
+
+    def __iter__(self) -> Iterator[tuple[DraftSlots, ScoredSlots]]:
+        from draftsmith.train.scoring import Teacher, score_slots
+
+        setup = self.case.algorithm.setup
+        teacher = Teacher(setup.weights, setup.vocabulary, device="cpu", compute_dtype=torch.float32)
+        for row in self.case.documents:
+            with torch.no_grad():
+                slots = _forward(self.case, self.model, row)
+                if slots.teacher_row.numel():
+                    scored = score_slots(slots, teacher, row.last_hidden, _loss("kl_div"))
+            if slots.teacher_row.numel():
+                yield slots, scored
+
+
 class CheckpointTests(_CaseTests):
     """What is exported is all that is needed, and no more."""
 
@@ -675,6 +720,18 @@ class CheckpointTests(_CaseTests):
             )
             assert torch.equal(got, want)
 
+    def test_training_can_begin_from_it(self, case: AlgorithmCase) -> None:
+        """A draft of the same options can begin from the checkpoint, with all of its weights."""
+        model, context = self.draft(case), self._context(case)
+        config = json.loads(json.dumps(case.format.config(context)))
+        setup = case.algorithm.setup
+        assert not list(case.format.warm_start_problems(config, setup.options, setup.verifier))
+        torch.manual_seed(77)
+        begun = case.algorithm.build_model().eval()
+        assert list(case.format.warm_start(begun, case.format.tensors(model, context), config)) == []
+        want, got = (slot_logits(_forward(case, each, case.row)).detach() for each in (model, begun))
+        assert torch.equal(got, want)
+
     def test_the_checkpoint_holds_what_it_must_and_nothing_else(self, case: AlgorithmCase) -> None:
         from draftsmith.interfaces import TensorSpec
 
@@ -696,7 +753,9 @@ class CheckpointTests(_CaseTests):
         assert case.format.serving(config).num_speculative_tokens == case.num_steps
 
 
-class AlgorithmTests(ReplayTests, LeakTests, PackingTests, ValueTests, LearningTests, CheckpointTests, ResumeTests):
+class AlgorithmTests(
+    ReplayTests, LeakTests, PackingTests, ValueTests, LearningTests, FinishTests, CheckpointTests, ResumeTests
+):
     """What every algorithm must satisfy. Override the fixture ``case``.
 
     The groups are classes of their own, so that a long list of variants can be put to some of them only.
