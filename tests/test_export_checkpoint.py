@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.checkpoint import export
 from draftsmith.checkpoint.card import add_measurement
-from draftsmith.checkpoint.export import write_export, write_tensors_atomically
+from draftsmith.checkpoint.export import run_export, write_export
 from draftsmith.checkpoint.exported import load_draft, open_format, read_config, read_header, read_tensor
 from draftsmith.checkpoint.lint import lint_checkpoint
-from draftsmith.errors import CheckpointError, DiskSpaceError, NumericsError, OutputError, UnknownNameError
-from draftsmith.interfaces import ExportContext
+from draftsmith.config.load import load_recipe
+from draftsmith.config.resolve import resolve
+from draftsmith.errors import CheckpointError, NumericsError, UnknownNameError
+from draftsmith.interfaces import ExportContext, Finding
+from draftsmith.pipeline import run_all
+from draftsmith.stages import Stage
 from draftsmith.testing.verifiers import make_tiny_verifier
 
 VARIANTS = {
@@ -113,24 +117,78 @@ def test_a_format_that_forgets_a_tensor_is_refused(exported, tmp_path, registry)
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_full_disk_leaves_what_was_there(checkpoint_copy, monkeypatch):
-    path = checkpoint_copy / "model.safetensors"
-    before = path.read_bytes()
+@pytest.fixture(scope="module")
+def trained(tiny_verifier, tmp_path_factory, registry):
+    """A run of a tiny verifier that is trained, and not exported."""
+    folder = tmp_path_factory.mktemp("run")
+    turns = [("user", "Why is grass green?"), ("assistant", "It holds a dye that eats red and blue light.")]
+    lines = [
+        json.dumps({"messages": [{"role": role, "content": f"{text} {number}"} for role, text in turns]})
+        for number in range(12)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    recipe = {
+        "verifier": str(tiny_verifier),
+        "output": str(folder / "out"),
+        "algorithm": "eagle3",
+        "transport": "hs_file",
+        "data": {"sources": ["chats.jsonl"], "max_length": 64},
+        "vocabulary": {"draft_size": 64},
+        "capture": {"engine": "transformers"},
+        "train": {"epochs": 1, "tokens_per_row": 256},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    run = resolve(load_recipe(folder / "recipe.yaml"), registry)
+    run_all(run, None, stages=["prepare", "capture", "train"])
+    return run
 
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DiskSpaceError):
-        write_tensors_atomically(path, {"x": torch.ones(4)})
-    assert path.read_bytes() == before
-    assert sorted(each.name for each in checkpoint_copy.iterdir()) == ["config.json", "model.safetensors"]
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError):
-        write_tensors_atomically(tmp_path / "file" / "model.safetensors", {"x": torch.ones(4)})
+def test_what_lint_refuses_is_not_left_in_the_checkpoint(trained, monkeypatch):
+    folder = trained.folders.checkpoint
+    seen = []
+
+    def refuse(linted, registry, *, verifier):
+        assert names(folder) == ["stage.json"]
+        seen.extend(names(linted))
+        return [Finding(severity="error", what="it drafts nonsense", where="config.json", hint="think again")]
+
+    monkeypatch.setattr(export, "lint_checkpoint", refuse)
+    with pytest.raises(CheckpointError, match="drafts nonsense") as caught:
+        run_export(trained)
+    assert str(folder) in str(caught.value)
+    assert seen == ["README.md", "config.json", "model.safetensors"]
+    assert names(folder) == ["stage.json"]
+    assert not [name for name in names(folder.parent) if "checkpoint." in name]
+    # What a kill has left beside it is in nobody's way.
+    aside = folder.with_name(".checkpoint.new")
+    aside.mkdir()
+    (aside / "left.bin").write_text("half")
+    monkeypatch.undo()
+    assert run_export(trained).complete
+    assert names(folder) == ["README.md", "config.json", "model.safetensors", "stage.json"]
+    assert not aside.exists()
+    assert lint_checkpoint(folder, trained.registry) == []
+
+
+def test_an_export_that_lost_its_weights_is_made_again_or_stays_incomplete(trained, monkeypatch):
+    folder = trained.folders.checkpoint
+    run_export(trained)
+    (folder / "model.safetensors").unlink()
+
+    def gone(*_):
+        raise CheckpointError("gone")
+
+    monkeypatch.setattr(export, "load_training_weights", gone)
+    with pytest.raises(CheckpointError, match="gone"):
+        run_export(trained)
+    assert not Stage("export", folder).record().complete
+    monkeypatch.undo()
+    assert run_export(trained).complete
+    assert "model.safetensors" in names(folder)
 
 
 def test_loading_says_what_is_wrong(checkpoint_copy, tmp_path, registry):

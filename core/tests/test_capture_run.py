@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -24,9 +25,10 @@ from draftsmith.api import CaptureRequirements, TransportGuarantees
 from draftsmith.capture import run as stage
 from draftsmith.capture.address import TransportAddress
 from draftsmith.capture.engines.transformers import find_decoder, hidden_states, load_verifier
+from draftsmith.capture.plan import human_bytes
 from draftsmith.capture.run import run_capture
 from draftsmith.capture.states import open_states, run_transport, state_layout
-from draftsmith.capture.statistics import StatisticsTable
+from draftsmith.capture.statistics import StatisticsDamaged, StatisticsTable
 from draftsmith.data.dataset import open_prepared
 from draftsmith.data.prepare import run_prepare
 from draftsmith.errors import (
@@ -84,7 +86,7 @@ def reopen(run):
 
 
 def test_what_is_stored_is_what_the_verifier_computes(make_run) -> None:
-    run = make_run()
+    run = make_run("train.compute_dtype=float32")  # the teacher's, which is compared with float32 below
     output = io.StringIO()
     record = run_capture(run, Console(file=output, width=200))
     rows, states = rows_of(run), open_states(run)
@@ -200,22 +202,27 @@ def test_prepared_data_must_be_there(make_run) -> None:
         open_states(run)
 
 
-def test_states_that_are_not_finite_are_refused_and_counted(case, tmp_path) -> None:
+@pytest.fixture
+def partly_bad(case, tmp_path):
+    """A function that resolves a run of 12 rows, and the ids of those that hold a bad token: some, not the longest."""
     verifier = make_tiny_verifier(tmp_path / "verifier", "llama")
     recipe = case.write_recipe(tmp_path, verifier, conversations=12)
     run_prepare(case.resolved(recipe))
-    rows = rows_of(case.resolved(recipe))
-    # A token that some rows hold and others do not; its embedding becomes NaN.
-    counts = {token: sum(token in row.token_ids for row in rows) for token in set(rows[0].token_ids.tolist())}
-    token = next(each for each, count in sorted(counts.items(), key=lambda item: item[1]) if 0 < count < len(rows))
+    rows = sorted(rows_of(case.resolved(recipe)), key=lambda row: -len(row.token_ids))
+    candidates = set(rows[-1].token_ids.tolist()) - set(rows[0].token_ids.tolist())
+    holders = {token: [row.sample_id for row in rows if token in row.token_ids] for token in candidates}
+    token = max(candidates, key=lambda each: (len(holders[each]), each))
+    assert len(holders[token]) > 2
     damage(verifier, token)
-    for name in ("prepared", "states"):
-        shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
-    run = case.resolved(recipe)
-    run_prepare(run)
-    output = io.StringIO()
+    shutil.rmtree(tmp_path / "run" / "prepared")
+    run_prepare(case.resolved(recipe))
+    return (lambda *overrides: case.resolved(recipe, overrides)), set(holders[token])
+
+
+def test_states_that_are_not_finite_are_refused_and_counted(partly_bad) -> None:
+    make, bad = partly_bad
+    run, output = make("capture.refused_share=1"), io.StringIO()
     record = run_capture(run, Console(file=output, width=200))
-    bad = {row.sample_id for row in rows_of(run) if bool((row.token_ids == token).any())}
     states = open_states(run)
     assert set(states.refused) == bad
     assert record.summary["refused"] == len(bad)
@@ -225,13 +232,37 @@ def test_states_that_are_not_finite_are_refused_and_counted(case, tmp_path) -> N
         states.teacher(next(iter(bad)))
 
 
+def test_a_capture_that_refuses_too_many_rows_stops_and_can_go_on(partly_bad) -> None:
+    make, bad = partly_bad
+    count, less = len(rows_of(make())), "capture.batch_tokens=1"
+    assert make().recipe.capture.refused_share == 0.1
+    with pytest.raises(
+        NumericsError, match=rf"{int(0.1 * count) + 1} of {count} rows are refused: .* not finite"
+    ) as e:
+        run_capture(make(less))
+    assert "capture.refused_share is 0.1" in str(e.value)
+    with pytest.raises(OutputError, match="no complete capture"):
+        open_states(make())
+    transport = run_transport(make())
+    with transport.reader(state_layout(make())) as reader:
+        stored = reader.complete_ids()
+    assert stored
+    # Exactly as many as are refused may be: then it goes on, and keeps what it has.
+    run = make(less, f"capture.refused_share={len(bad) / count}")
+    record = run_capture(run)
+    assert record.summary["refused"] == len(bad)
+    assert record.summary["samples"] == count - len(bad)
+    lengths = {row.sample_id: len(row.token_ids) for row in rows_of(run)}
+    assert record.summary["captured_tokens"] == sum(n for each, n in lengths.items() if each not in stored)
+
+
 def test_nothing_but_nan_stops_the_run(case, tmp_path) -> None:
     verifier = make_tiny_verifier(tmp_path / "verifier", "llama")
     damage(verifier, slice(None))
     recipe = case.write_recipe(tmp_path, verifier, conversations=4)
-    run = case.resolved(recipe)
+    run = case.resolved(recipe, ["capture.refused_share=1"])
     run_prepare(run)
-    with pytest.raises(NumericsError, match="every row"):
+    with pytest.raises(NumericsError, match="4 of 4 rows are refused"):
         run_capture(run)
 
 
@@ -253,6 +284,30 @@ def test_a_disk_that_is_too_small_stops_it_before_it_starts(make_run, monkeypatc
     monkeypatch.undo()
     monkeypatch.setattr(kind, "free_bytes", lambda self: 1000)
     assert run_capture(make_run("capture.ignore_disk_space=true")).complete
+
+
+def test_what_compaction_needs_on_top_must_be_free_as_well(make_run, monkeypatch) -> None:
+    run = make_run()
+    kind = type(run_transport(run))
+    lengths = [len(row.token_ids) for row in rows_of(run)]
+    at_rest = run_transport(run).bytes_for(state_layout(run), sum(lengths), len(lengths))
+    asked = []
+
+    def twice(self, layout, tokens, samples, *, longest):
+        asked.append((tokens, samples, longest))
+        return 2 * at_rest
+
+    monkeypatch.setattr(kind, "free_bytes", lambda self: int(1.5 * at_rest))
+    monkeypatch.setattr(kind, "peak_bytes_for", twice)
+    monkeypatch.setattr(stage, "make_engine", lambda *a, **k: pytest.fail("started"))
+    output = io.StringIO()
+    with pytest.raises(DiskSpaceError, match="will take up to"):
+        run_capture(run, Console(file=output, width=200))
+    assert asked == [(sum(lengths), len(lengths), max(lengths))]
+    assert f"at most {human_bytes(2 * at_rest)} while they are stored" in output.getvalue()
+    monkeypatch.undo()
+    monkeypatch.setattr(kind, "free_bytes", lambda self: int(1.5 * at_rest))
+    assert run_capture(run).complete
 
 
 def test_hybrid_verifiers_are_refused_before_anything(make_run) -> None:
@@ -316,20 +371,61 @@ def test_states_of_somebody_else_are_not_removed(make_run, tmp_path) -> None:
     assert "float32" in (theirs / "layout.json").read_text()
 
 
-def test_damaged_statistics_are_an_error_and_lost_ones_are_made_again(make_run) -> None:
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def statistics_of(run) -> dict[str, list[torch.Tensor]]:
+    table = StatisticsTable(run.folders.states / "teacher")
+    return {row.sample_id: [each.clone() for each in table(row.sample_id)] for row in rows_of(run)}
+
+
+def test_no_bit_of_the_statistics_can_change_unnoticed(make_run) -> None:
     run = make_run()
     run_capture(run)
-    folder = run.folders.states / "teacher"
-    (part,) = folder.iterdir()
-    expected = StatisticsTable(folder)(rows_of(run)[0].sample_id)
-    os.truncate(part, 100)
-    with pytest.raises(OutputError, match="statistics cannot be read") as caught:
-        StatisticsTable(folder).sample_ids()
-    assert str(part) in str(caught.value)
-    part.unlink()
-    reopen(run)
+    (part,) = (run.folders.states / "teacher").iterdir()
+    sample_id, header = rows_of(run)[0].sample_id, 8 + int.from_bytes(part.read_bytes()[:8], "little")
+    expected = [each.clone() for each in StatisticsTable(part.parent)(sample_id)]
+    for offset in [*range(header), *range(header, part.stat().st_size, 13)]:
+        flip(part, offset)
+        if offset >= header:
+            with pytest.raises(StatisticsDamaged, match="checksum differs") as caught:
+                StatisticsTable(part.parent)(sample_id)
+            assert str(part) in str(caught.value)
+        else:  # what the header says beside the tensors, such as the format's name, decides nothing
+            with contextlib.suppress(StatisticsDamaged):
+                assert all(map(torch.equal, StatisticsTable(part.parent)(sample_id), expected))
+        flip(part, offset)
+    assert all(map(torch.equal, open_states(run).teacher(sample_id), expected))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "lost", "old"])
+def test_damaged_statistics_are_computed_anew(make_run, monkeypatch, damage) -> None:
+    run = make_run()
     run_capture(run)
-    assert torch.equal(StatisticsTable(folder)(rows_of(run)[0].sample_id)[0], expected[0])
+    (part,) = (run.folders.states / "teacher").iterdir()
+    expected = statistics_of(run)
+    if damage == "cut":
+        os.truncate(part, 100)
+    elif damage == "flipped":
+        flip(part, part.stat().st_size - 1)
+    elif damage == "lost":
+        part.unlink()
+    else:  # as they were before they had a checksum
+        save_file(load_file(part), part, metadata={"format": "draftsmith.teacher_statistics", "version": "1"})
+    if damage != "lost":
+        with pytest.raises(StatisticsDamaged, match=r"cannot be read|checksum differs"):
+            statistics_of(run)
+    reopen(run)
+    monkeypatch.setattr(stage, "make_engine", lambda *a, **k: pytest.fail("captured again"))
+    output = io.StringIO()
+    run_capture(run, Console(file=output, width=200))
+    assert (f"({part.name}); computing them anew" in output.getvalue()) == (damage != "lost")
+    torch.testing.assert_close(statistics_of(run), expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow

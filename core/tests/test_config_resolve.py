@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.cli import main
 from draftsmith.config.load import load_recipe
 from draftsmith.config.resolve import resolve
 from draftsmith.errors import ConfigError, PluginError, UnknownNameError, UserError
@@ -51,6 +53,79 @@ def test_the_algorithms_loss_comes_with_its_options_and_another_does_not(recipe)
     assert (run.loss.name, run.loss_options) == ("kl_div", {})
     run = run_of(recipe, "loss={name: lk_hybrid, options: {eta: 2}}")
     assert run.loss_options == {"eta": 2.0}
+
+
+FOCAL = """
+    from attrs import field, frozen
+
+    from draftsmith import api
+    from draftsmith.hookspecs import hookimpl
+
+
+    @frozen(kw_only=True)
+    class Options:
+        gamma: float = field(metadata={"help": "focus on what is hard"})
+
+
+    @hookimpl
+    def draftsmith_losses():
+        loss = "fake_focal_loss:Focal"
+        return [api.Loss(name="focal", summary="a loss", implementation=loss, options=Options)]
+"""
+FOCAL_LOSS = """
+    import torch
+
+    from draftsmith.interfaces import PositionLoss
+
+
+    class Focal(PositionLoss):
+        def __init__(self, gamma):
+            self.gamma = gamma
+
+        def value(self, logits, teacher):
+            picked = torch.log_softmax(logits, -1).gather(-1, teacher.top[:, None]).squeeze(-1)
+            return -((1 - picked.exp()) ** self.gamma) * picked
+"""
+
+
+@pytest.fixture
+def focal(site, monkeypatch):
+    """Somebody's loss, with an option that has no default."""
+    modules = {"fake_focal": FOCAL, "fake_focal_loss": FOCAL_LOSS}
+    site.install("draftsmith-focal", {"focal": "fake_focal"}, version="0.3", modules=modules)
+    monkeypatch.setenv("DRAFTSMITH_PLUGINS", "tinker focal")
+
+
+def test_a_sum_adds_up_losses_of_any_plugin_with_their_options(recipe, focal, capsys):
+    from draftsmith.train.setup import build_loss
+
+    terms = "loss={name: sum, options: {terms: {tv: 0.25, focal: {weight: 2, options: {gamma: 1.5}}}}}"
+    run = run_of(recipe, terms)
+    assert run.resolved_recipe()["loss"]["options"] == {
+        "terms": {"tv": 0.25, "focal": {"weight": 2.0, "options": {"gamma": 1.5}}}
+    }
+    loss = build_loss(run.registry.losses, "sum", run.resolved_recipe()["loss"]["options"])
+    assert [(type(each).__name__, weight) for each, weight in loss.terms] == [("TotalVariation", 0.25), ("Focal", 2.0)]
+    assert loss.terms[1][0].gamma == 1.5
+    assert main(["run", str(recipe), "--explain", "--set", terms]) == 0
+    assert "part of the loss: focal, provided by draftsmith-focal 0.3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("terms", "place", "message"),
+    [
+        ("{kl_dvi: 1}", "terms.kl_dvi", "unknown loss 'kl_dvi'\n  → did you mean 'kl_div'?"),
+        ("{focal: 1}", "terms.focal.options.gamma", "is missing"),
+        ("{focal: {options: {gama: 1}}}", "terms.focal.options.gama", "unknown key 'gama'\n  → did you mean 'gamma'?"),
+        ("{focal: {wait: 1}}", "terms.focal.wait", "unknown key 'wait'\n  → did you mean 'weight'?"),
+        ("{focal: much}", "terms.focal", "must be number | {weight, options}, got 'much'"),
+        ("{sum: {options: {terms: {ec: 1}}}}", "terms.sum.options.terms.ec", "unknown loss 'ec'"),
+        ("{}", "terms", "terms must name at least one loss"),
+    ],
+)
+def test_terms_of_a_sum_are_checked_like_all_else(recipe, focal, terms, place, message):
+    found = problems_of(recipe, f"loss={{name: sum, options: {{terms: {terms}}}}}")
+    assert any(each.startswith(f"--set: loss.options.{place}: {message}") for each in found), found
 
 
 def test_the_only_transport_that_keeps_its_samples_is_the_default(recipe):
@@ -256,3 +331,53 @@ def test_data_of_a_kind_that_is_not_read(recipe, tmp_path):
     (tmp_path / "c.csv").write_text("question,answer\n")
     (problem,) = problems_of(recipe, "data.sources=[c.csv]")
     assert "'.csv' are not read" in problem
+
+
+@pytest.fixture
+def untapped(recipe, tmp_path):
+    """A recipe whose verifier is of a family that the installed vLLM gives no hidden states of."""
+    from draftsmith.testing.verifiers import make_tiny_verifier
+
+    rest = recipe.read_text().partition("\n")[2]
+    recipe.write_text(f"verifier: {make_tiny_verifier(tmp_path / 'gemma', 'gemma3')}\n{rest}")
+    return recipe
+
+
+@pytest.mark.vllm
+def test_an_engine_that_cannot_tap_the_verifier_is_refused_before_anything_starts(untapped):
+    (problem,) = problems_of(untapped, "capture.engine=vllm")
+    assert problem.startswith("--set: capture.engine: the installed vLLM does not hand out the hidden states of Gem")
+    assert "use engine: transformers" in problem
+    with pytest.raises(ConfigError):
+        run_of(untapped, "capture.engine=vllm")
+    # Where the states were captured elsewhere, training asks nothing of this machine's vLLM.
+    loaded = load_recipe(untapped, ["capture.engine=vllm"])
+    assert resolve(loaded, load_plugins(), ["train"]).capture_engine == "vllm"
+
+
+@pytest.mark.vllm
+def test_an_automatic_engine_that_cannot_tap_the_verifier_is_another_and_says_so(untapped, capsys):
+    run = run_of(untapped)
+    assert run.capture_engine == "transformers"
+    (note,) = run.notes
+    assert "does not hand out the hidden states of Gemma3" in note
+    assert "transformers captures them" in note
+    assert "refuse to serve" in note
+    assert main(["run", str(untapped), "--explain"]) == 0
+    told = capsys.readouterr()
+    assert "engine of the capture: transformers" in told.out
+    assert note in told.err
+    assert "transformers captures" not in run_of(untapped, "capture.engine=transformers").notes[0]
+
+
+@pytest.mark.vllm
+def test_an_automatic_engine_is_vllm_where_it_can_be(recipe):
+    run = run_of(recipe)
+    assert (run.capture_engine, run.notes) == ("vllm", ())
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_anything_starts(recipe, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run_of(recipe).capture_engine == "transformers"
+    (problem,) = problems_of(recipe, "capture.engine=vllm")
+    assert problem.startswith("--set: capture.engine: vLLM is not installed")

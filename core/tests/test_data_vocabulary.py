@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from draftsmith.data.vocabulary import build_vocabulary, coverage, load_occurring, load_vocabulary, save_vocabulary
-from draftsmith.errors import DataError
+from draftsmith.errors import DataError, DiskSpaceError
 
 counts_and_size = st.lists(st.integers(0, 6), min_size=1, max_size=80).flatmap(
     lambda counts: st.tuples(st.just(torch.tensor(counts)), st.integers(1, len(counts)))
@@ -77,6 +79,20 @@ def test_files_come_back_as_written(tmp_path: Path) -> None:
     assert load_occurring(path) == {0, 1, 2, 3, 5}
     assert torch.equal(read.d2t, vocabulary.d2t)
     assert torch.equal(read.t2d, vocabulary.t2d)
+    assert [file.name for file in tmp_path.iterdir()] == ["vocabulary.safetensors"]
+
+
+def test_a_full_disk_leaves_the_map_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, counts = tmp_path / "vocabulary.safetensors", torch.tensor([4, 0, 9, 2])
+    save_vocabulary(path, build_vocabulary(counts, 2), counts, counts > 0)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskSpaceError):
+        save_vocabulary(path, build_vocabulary(counts, 3), counts, counts > 0)
+    assert load_vocabulary(path).draft_size == 2
     assert [file.name for file in tmp_path.iterdir()] == ["vocabulary.safetensors"]
 
 

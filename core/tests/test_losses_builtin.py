@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import pytest
 import torch
-from attrs import asdict
 
+from draftsmith.errors import ConfigError, UnknownNameError
 from draftsmith.interfaces import PositionLoss, TeacherChunk
-from draftsmith.losses import BUILTIN_LOSSES, SumOptions
+from draftsmith.losses import BUILTIN_LOSSES
+from draftsmith.losses.base import ProbabilityLoss
 from draftsmith.losses.divergence import CrossEntropy, ForwardKL, JensenShannon, ReverseKL
 from draftsmith.losses.overlap import Hybrid, NegativeLogAcceptance, TotalVariation
 from draftsmith.losses.weighted import WeightedSum
+from draftsmith.plugins import load_plugins
 from draftsmith.testing.losses import LossTests, teacher_chunk
+from draftsmith.train.setup import build_loss
 
 
 class TestForwardKL(LossTests):
@@ -82,18 +84,79 @@ class TestHybrid(AwayFromTies, LossTests):
         assert (mixture(logits - 1e-3 * gradient) < mixture(logits)).all()
 
 
+class Shifted(PositionLoss):
+    """Somebody's loss that minds a constant added to the logits, and leaves the gradient to autograd."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def value(self, logits: torch.Tensor, teacher: TeacherChunk) -> torch.Tensor:
+        return self.scale * logits.logsumexp(-1).square()
+
+
+def summed(terms: dict[str, float], *others: tuple[PositionLoss, float]) -> PositionLoss:
+    """The built-in losses of *terms* and others, in a sum."""
+    parts = [build_loss(load_plugins().losses, name) for name in terms]
+    names = {f"other{place}": weight for place, (_, weight) in enumerate(others)}
+    return WeightedSum({**terms, **names}, [*parts, *(each for each, _ in others)])
+
+
 class TestWeightedSum(AwayFromTies, LossTests):
     @pytest.fixture
     def loss(self) -> PositionLoss:
-        return WeightedSum({"kl_div": 0.5, "tv": 0.9, "rkl": 0.2})
+        return summed({"kl_div": 0.5, "tv": 0.9, "rkl": 0.2})
+
+
+class TestWeightedSumWithSomebodysLoss(LossTests):
+    zero_at_teacher = False
+
+    @pytest.fixture
+    def loss(self) -> PositionLoss:
+        return summed({"kl_div": 0.5, "rkl": 0.9}, (Shifted(0.3), 2.0))
+
+
+def test_a_sum_takes_the_short_way_only_where_all_of_it_may() -> None:
+    """Its parts then start from log-probabilities, and a constant in the logits is lost: none may depend on it."""
+    assert isinstance(summed({"ce": 0.1, "tv": 0.9}), ProbabilityLoss)
+    mixed = summed({"ce": 0.1}, (Shifted(1.0), 0.5))
+    assert not isinstance(mixed, ProbabilityLoss)
+    logits, teacher = _two_tokens(0.8, 0.5)
+    expected = 0.1 * -math.log(0.5) + 0.5 * (3.0 + 0.0) ** 2
+    value, _ = mixed.value_and_grad(logits + 3.0, teacher)
+    assert value.item() == pytest.approx(expected, abs=1e-12)
+    assert mixed.value(logits + 3.0, teacher).item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", [item.name for item in BUILTIN_LOSSES])
 def test_every_registered_loss_is_built_from_its_options(name: str) -> None:
-    item = next(each for each in BUILTIN_LOSSES if each.name == name)
-    module, _, attribute = item.implementation.partition(":")
-    options = asdict(item.options()) if item.options else {}
-    assert isinstance(getattr(importlib.import_module(module), attribute)(**options), PositionLoss)
+    assert isinstance(build_loss(load_plugins().losses, name), PositionLoss)
+
+
+def test_terms_of_a_sum_have_options_and_may_be_sums() -> None:
+    terms = {
+        "nla": {"weight": 0.5, "options": {"floor": 0.25}},
+        "sum": {"weight": 2, "options": {"terms": {"lk_hybrid": {"options": {"eta": 7}}, "ce": 0.1}}},
+    }
+    loss = build_loss(load_plugins().losses, "sum", {"terms": terms})
+    (nla, half), (inner, two) = loss.terms
+    assert (nla.floor, half, two) == (0.25, 0.5, 2.0)
+    assert [(type(each).__name__, weight) for each, weight in inner.terms] == [("Hybrid", 1.0), ("CrossEntropy", 0.1)]
+    assert inner.terms[0][0].eta == 7.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("kl_dvi", {}, UnknownNameError, "kl_div"),
+        ("sum", {"terms": {"kl_dvi": 1}}, UnknownNameError, "kl_div"),
+        ("sum", {"terms": {"nla": {"options": {"flor": 1}}}}, ConfigError, "floor"),
+        ("sum", {"terms": {}}, ConfigError, "at least one loss"),
+        ("nla", {"floor": 3}, ConfigError, "floor"),
+    ],
+)
+def test_what_cannot_be_built_is_said(name: str, options: dict[str, object], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        build_loss(load_plugins().losses, name, options)
 
 
 def _two_tokens(p: float, q: float) -> tuple[torch.Tensor, TeacherChunk]:
@@ -122,7 +185,7 @@ def test_values_by_hand() -> None:
         TotalVariation(): tv,
         NegativeLogAcceptance(): -math.log(0.7),
         Hybrid(eta=3.0): lam * kl + (1 - lam) * tv,
-        WeightedSum({"ce": 0.1, "tv": 0.9}): 0.1 * -math.log(q) + 0.9 * tv,
+        summed({"ce": 0.1, "tv": 0.9}): 0.1 * -math.log(q) + 0.9 * tv,
     }
     for loss, value in expected.items():
         assert loss.value(logits, teacher).item() == pytest.approx(value, abs=1e-12), type(loss).__name__
@@ -133,9 +196,3 @@ def test_nla_has_no_gradient_below_its_floor() -> None:
     value, gradient = NegativeLogAcceptance(floor=1e-3).value_and_grad(logits, teacher)
     assert value.item() == pytest.approx(-math.log(1e-3))
     assert not gradient.any()
-
-
-@pytest.mark.parametrize("terms", [{}, {"kldiv": 1.0}, {"sum": 1.0}])
-def test_a_sum_of_nothing_or_of_unknown_losses_is_refused(terms: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="terms"):
-        SumOptions(terms=terms)

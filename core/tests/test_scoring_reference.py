@@ -25,7 +25,7 @@ LOSSES: dict[str, PositionLoss] = {
     "tv": TotalVariation(),
     "nla": NegativeLogAcceptance(),
     "lk_hybrid": Hybrid(),
-    "sum": WeightedSum({"ce": 0.1, "tv": 0.9}),
+    "sum": WeightedSum({"ce": 0.1, "tv": 0.9}, [CrossEntropy(), TotalVariation()]),
 }
 
 

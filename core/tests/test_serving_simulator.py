@@ -104,6 +104,37 @@ def test_nothing_is_drafted_after_the_end_of_turn():
     assert one_token.rounds == ()
 
 
+@given(outcomes=st.sets(st.integers(3, 60)), answer=st.integers(1, 40), at_once=st.integers(1, 50))
+def test_asking_for_many_starts_at_once_changes_no_round(outcomes, answer, at_once):
+    sequence = [7, 8, 9, *(20 + index % 25 for index in range(answer + 3))]
+    one_by_one, oracle = run(sequence[3:], outcomes, max_tokens=answer)
+    asked = []
+
+    class Many(Oracle):
+        starts_at_once = at_once
+
+        def propose_each(self, token_ids, taps, bonus, num_tokens, *, forced=None):
+            assert token_ids.tolist() == sequence[: bonus[-1] + 1]
+            assert len(taps) == bonus[-1]
+            asked.extend(bonus)
+            return super().propose_each(token_ids, taps, bonus, num_tokens, forced=forced)
+
+    many = simulate(
+        algorithm(Many(sequence, outcomes)),
+        torch.nn.Identity(),
+        torch.tensor(sequence),
+        torch.zeros(len(sequence) - 1, 4),
+        3,
+        3,
+        max_tokens=answer,
+    )
+    assert many == one_by_one
+    assert len(set(asked)) == len(asked)
+    assert set(asked) <= set(range(3, 3 + answer - 1)), "nothing is drafted beyond the answer's last round"
+    if at_once == 1:
+        assert asked == [length - 1 for length, _ in oracle.calls[1:]]
+
+
 def test_draft_ids_become_target_ids():
     kept = torch.tensor([3, 10, 11, 40])
     oracle = Oracle([7, 8, 9, 10, 11, 40, 3])

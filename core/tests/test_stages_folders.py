@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftsmith import stages
-from draftsmith.errors import DiskSpaceError, OutputError
-from draftsmith.stages import Stage, sole_writer, write_json_atomically
+from draftsmith.errors import DiskSpaceError, OutputError, SampleMissing
+from draftsmith.stages import (
+    Stage,
+    atomically,
+    sole_writer,
+    write_json_atomically,
+    write_tensors_atomically,
+    write_text_atomically,
+)
 
 
 def test_two_commands_do_not_share_an_output(tmp_path: Path) -> None:
@@ -74,17 +83,62 @@ def test_a_reopened_stage_is_resumed(tmp_path: Path) -> None:
     assert Stage("capture", tmp_path).begin({"a": 1}) == "resume"
 
 
-def test_json_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+WRITERS = {
+    "json": lambda path, value: write_json_atomically(path, value),
+    "text": lambda path, value: write_text_atomically(path, str(value)),
+    "tensors": lambda path, value: write_tensors_atomically(path, {"x": torch.full((4,), value)}),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("place", ["fsync", "replace"])
+def test_what_cannot_be_written_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, place: str
+) -> None:
+    write, path = WRITERS[writer], tmp_path / "run"
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot write"):
-        write_json_atomically(tmp_path / "file" / "run.json", {})
-    write_json_atomically(tmp_path / "run.json", {"old": True})
+        write(tmp_path / "file" / "run", 1)
+    write(path, 1)
+    before = path.read_bytes()
 
-    def full(source: object, target: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(stages.os, "replace", full)
-    with pytest.raises(DiskSpaceError):
-        write_json_atomically(tmp_path / "run.json", {"old": False})
-    assert json.loads((tmp_path / "run.json").read_text()) == {"old": True}
-    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+    monkeypatch.setattr(stages.os, place, full)
+    with pytest.raises(DiskSpaceError) as caught:
+        write(path, 2)
+    assert str(path) in str(caught.value)
+    assert path.read_bytes() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "run"]
+    monkeypatch.undo()
+    write(path, 2)
+    assert path.read_bytes() != before
+
+
+_LITTLE_ROOM = """
+import pathlib, resource, sys, torch
+from draftsmith.errors import DiskSpaceError
+from draftsmith.stages import write_tensors_atomically
+
+# The kernel refuses to let any file grow beyond the limit, in the middle of a write, as on a full disk.
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_tensors_atomically(pathlib.Path(sys.argv[1]), {"a": torch.zeros(64, 1024)})
+except DiskSpaceError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_fills_while_tensors_are_written_is_named_so(tmp_path: Path) -> None:
+    """safetensors writes by itself, and tells what the system said in the text of an error of its own."""
+    command = [sys.executable, "-c", _LITTLE_ROOM, str(tmp_path / "x.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "the disk is full" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_ones_own_passes_through_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SampleMissing), atomically(tmp_path / "run") as temporary:
+        raise SampleMissing(f"{temporary.write_text('half')} bytes are written", sample_id="x")
+    assert not list(tmp_path.iterdir())

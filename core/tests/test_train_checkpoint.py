@@ -169,8 +169,8 @@ except DiskSpaceError as error:
 def test_no_room_leaves_the_old_one_usable_and_no_debris(tmp_path):
     write(tmp_path, 5)
     done = subprocess.run([sys.executable, "-c", _LITTLE_ROOM, str(tmp_path)], capture_output=True, text=True)
-    assert "no room on the disk" in done.stdout, done.stderr
-    assert "goes on from the checkpoint before" in done.stdout
+    assert "the disk is full" in done.stdout, done.stderr
+    assert "goes on where it stopped" in done.stdout
     assert read_newest(tmp_path).state.step == 5
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
 

@@ -29,6 +29,7 @@ __all__ = [
     "DraftArchitecture",
     "Item",
     "Loss",
+    "LossPart",
     "Mask",
     "Observer",
     "Problem",
@@ -77,15 +78,38 @@ class DraftArchitecture(Item):
 
 
 @frozen(kw_only=True)
+class LossPart:
+    """A registered loss that another one is made of.
+
+    Attributes:
+        name: what it is registered as, by whichever plugin.
+        options: its own options, as plain values.
+        where: the option of the other loss that asks for it, such as ``terms.ce``; named in errors.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(factory=dict)
+    where: str = ""
+
+
+def _no_parts(options: Any) -> Sequence[LossPart]:
+    return ()
+
+
+@frozen(kw_only=True)
 class Loss(Item):
-    """A loss per position. ``implementation`` is an ``interfaces.PositionLoss`` subclass, built with ``options()``.
+    """A loss per position. ``implementation`` is an ``interfaces.PositionLoss`` subclass, built as ``cls(**options)``.
 
     Attributes:
         options: attrs class of its parameters, or None where it has none.
+        parts: ``options ->`` the losses that it is made of. The core checks them with the recipe, and builds them;
+            where there are any, the implementation is built as ``cls(**options, parts=[…])``, in their order.
+            Torch-free.
     """
 
     implementation: str = field(validator=_is_reference)
     options: type | None = None
+    parts: Callable[[Any], Sequence[LossPart]] = _no_parts
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from attrs import field, frozen
 
@@ -355,7 +355,12 @@ class Drafter(ABC):
     """Drafts as vLLM does. One sequence; float32; used by the simulator and by the replay tests.
 
     Indices: token x_0 … x_n are known, x_n+1 is the bonus token, for which no features exist yet.
+
+    Attributes:
+        starts_at_once: how many starts the simulator asks :meth:`propose_each` for. With 1 it asks round by round.
     """
+
+    starts_at_once: ClassVar[int] = 1
 
     @abstractmethod
     def propose(self, token_ids: Tensor, taps: Tensor, num_tokens: int, *, forced: Tensor | None = None) -> Tensor:
@@ -371,6 +376,40 @@ class Drafter(ABC):
             float32 [K, V_d]: the draft logits of each drafted position. Implementations may cache what earlier
             calls with the same prefix computed; a call must not depend on whether they did.
         """
+
+    def propose_each(
+        self,
+        token_ids: Tensor,
+        taps: Tensor,
+        bonus: Sequence[int],
+        num_tokens: int,
+        *,
+        forced: Tensor | None = None,
+    ) -> Tensor:
+        """Draft after each of several bonus tokens of one known sequence what :meth:`propose` drafts after it alone.
+
+        Override it, and raise ``starts_at_once``, where one pass for many starts is faster than a pass for each.
+
+        Args:
+            token_ids: int64 [T]: the known tokens, up to the last bonus token at least.
+            taps: [T or T - 1, A * H_t]: features; no start may look at those of its bonus token or later ones.
+            bonus: S indices into *token_ids*, each at least 1.
+            num_tokens: K.
+            forced: int64 [S, K] or None, as in :meth:`propose`.
+
+        Returns:
+            float32 [S, K, V_d].
+        """
+        import torch
+
+        return torch.stack(
+            [
+                self.propose(
+                    token_ids[: each + 1], taps[:each], num_tokens, forced=None if forced is None else forced[place]
+                )
+                for place, each in enumerate(bonus)
+            ]
+        )
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -614,6 +653,14 @@ class HiddenStateTransport(ABC):
         """Bytes that *samples* samples of *tokens* tokens in all will take at rest."""
         width = {"float32": 4, "float16": 2, "bfloat16": 2}[layout.dtype]
         return tokens * (len(layout.layer_ids) * layout.hidden_size * width + 8) + 256 * samples
+
+    def peak_bytes_for(self, layout: StateLayout, tokens: int, samples: int, *, longest: int) -> int:
+        """Bytes that they take at most while they are put and compacted; the longest has *longest* tokens.
+
+        What a capture must find free: a transport that writes its resting form before it removes the other overrides
+        this, and says how much of them is there twice at once.
+        """
+        return self.bytes_for(layout, tokens, samples)
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be stored; None where the transport cannot say."""

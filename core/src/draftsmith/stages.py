@@ -14,27 +14,34 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
 from draftsmith import __version__
 from draftsmith.errors import DiskSpaceError, FingerprintMismatch, OutputError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = [
     "STAGES",
     "RunFolders",
     "Stage",
     "StageRecord",
+    "atomically",
     "differences",
     "digest",
     "sole_writer",
+    "write_error",
     "write_json_atomically",
+    "write_tensors_atomically",
     "write_text_atomically",
 ]
 
@@ -56,7 +63,30 @@ def write_json_atomically(path: Path, value: Any) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write *text* so that a reader, or a kill at any moment, sees the old file or the new one.
+    """Write *text* as :func:`atomically` does, with its errors."""
+    with atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
+
+
+def write_tensors_atomically(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file as :func:`atomically` does, with its errors. The tensors share no memory.
+
+    Args:
+        metadata: of the file's header; None: ``{"format": "pt"}``, as transformers and vLLM write it.
+    """
+    from safetensors.torch import save_file
+
+    with atomically(path) as temporary:
+        save_file(dict(tensors), temporary, metadata=dict(metadata or {"format": "pt"}))
+
+
+@contextlib.contextmanager
+def atomically(path: Path) -> Iterator[Path]:
+    """A name beside *path* to write a file under. At the end it is synced and renamed to *path*.
+
+    A reader, or a kill at any moment, sees the old file or the new one; after an error there is the old one alone.
 
     Raises:
         OutputError: the folder cannot be written to. DiskSpaceError: it has no room.
@@ -64,23 +94,40 @@ def write_text_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield temporary
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):  # of the first error's kind, and not what there is to say
             temporary.unlink()
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskSpaceError(
-                "the disk is full",
-                where=str(path),
-                hint="make room and start the same command again: it goes on where it stopped",
-            ) from error
-        raise OutputError(
-            f"cannot write: {error.strerror}", where=str(path), hint="choose an output folder you can write to"
-        ) from error
+        if isinstance(error, OSError) or _system_code(error) is not None:
+            raise write_error(error, path) from error
+        raise
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def write_error(error: BaseException, path: Path) -> OutputError:
+    """*error* of writing *path*, as the error to raise: a full disk, or anything else."""
+    code = _system_code(error)
+    reason = str(error) if code is None else os.strerror(code)
+    if code in _FULL:
+        return DiskSpaceError(
+            f"the disk is full: {reason}",
+            where=str(path),
+            hint="make room and start the same command again: it goes on where it stopped",
+        )
+    return OutputError(f"cannot write: {reason}", where=str(path), hint="choose an output folder you can write to")
+
+
+def _system_code(error: BaseException) -> int | None:
+    """The operating system's number of an error; safetensors tells it only in the text of its own."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found.group(1)) if found else None
 
 
 @contextlib.contextmanager

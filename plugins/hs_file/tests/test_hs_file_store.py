@@ -410,6 +410,40 @@ def test_shards_hold_every_sample_once(
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "samples", "tokens"),
+    [
+        ({"shard_mebibytes": 1}, 40, 500),  # several shards, each as large as one may be
+        ({"shard_mebibytes": 64}, 40, 500),  # one shard, of all samples
+        ({"shard_mebibytes": 64, "loose_samples": 7}, 40, 500),
+        ({"shard_mebibytes": 1}, 3, 8000),  # every sample is larger than a shard
+        ({"loose_samples": 50}, 200, 3),
+    ],
+)
+def test_the_most_that_is_stored_at_once_is_foreseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], samples: int, tokens: int
+) -> None:
+    transport = FileTransport(FileOptions(fsync=False, **options), tmp_path)
+    most = 0
+
+    def measured(source: Path, target: Path) -> None:
+        """A file is complete just before it gets its name: the most that there is at once is there now."""
+        nonlocal most
+        most = max(most, sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()))
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", measured)
+    with transport.writer(LAYOUT) as writer:
+        for number in range(samples):
+            writer.put(make_sample(number, LAYOUT, tokens=tokens))
+    transport.compact(LAYOUT)
+    at_rest = transport.bytes_for(LAYOUT, samples * tokens, samples)
+    foreseen = transport.peak_bytes_for(LAYOUT, samples * tokens, samples, longest=tokens)
+    assert 1.02 * at_rest < most <= foreseen
+    assert foreseen <= 2 * at_rest + 1024 * samples
+
+
 def test_a_hundred_thousand_samples_are_not_a_hundred_thousand_files(tmp_path: Path) -> None:
     """Scaled down a hundredfold: the number of files stays bounded while capture goes on, not only at its end."""
     transport = FileTransport(FileOptions(fsync=False, loose_samples=64), tmp_path)

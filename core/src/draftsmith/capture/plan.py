@@ -78,6 +78,7 @@ class Plan:
         samples, tokens: not stored yet.
         stored_samples: complete already.
         bytes: that the missing ones will take at rest, statistics included.
+        peak_bytes: that they take at most on the way there.
         free: bytes that can still be stored; None where the transport cannot say.
     """
 
@@ -85,22 +86,29 @@ class Plan:
     tokens: int
     stored_samples: int
     bytes: int
+    peak_bytes: int
     free: int | None
 
     @classmethod
     def of(cls, transport: HiddenStateTransport, layout: StateLayout, lengths: list[int], stored_samples: int) -> Plan:
-        tokens = sum(lengths)
-        size = transport.bytes_for(layout, tokens, len(lengths)) + STATISTICS_BYTES * tokens if lengths else 0
+        tokens, size, peak = sum(lengths), 0, 0
+        if lengths:
+            size = transport.bytes_for(layout, tokens, len(lengths)) + STATISTICS_BYTES * tokens
+            # The statistics are written when the states are at rest.
+            peak = max(size, transport.peak_bytes_for(layout, tokens, len(lengths), longest=max(lengths)))
         return cls(
             samples=len(lengths),
             tokens=tokens,
             stored_samples=stored_samples,
             bytes=size,
+            peak_bytes=peak,
             free=transport.free_bytes(),
         )
 
     def describe(self) -> str:
         text = f"{self.samples} rows, {self.tokens} tokens, {human_bytes(self.bytes)} of hidden states"
+        if human_bytes(self.peak_bytes) != human_bytes(self.bytes):
+            text += f" (at most {human_bytes(self.peak_bytes)} while they are stored)"
         if self.stored_samples:
             text += f" to go ({self.stored_samples} rows are there already)"
         return text + (f"; {human_bytes(self.free)} free" if self.free is not None else "")
@@ -110,10 +118,10 @@ def check_disk(plan: Plan, where: str, *, ignore: bool) -> None:
     """Raises:
     DiskSpaceError: the states will not fit (unless *ignore*).
     """
-    needed = plan.bytes + plan.bytes // 50
+    needed = plan.peak_bytes + plan.peak_bytes // 50
     if plan.free is not None and needed > plan.free and not ignore:
         raise DiskSpaceError(
-            f"the hidden states will take {human_bytes(needed)}, and {human_bytes(plan.free)} are free",
+            f"storing the hidden states will take up to {human_bytes(needed)}, and {human_bytes(plan.free)} are free",
             where=where,
             hint="use fewer rows (data.max_rows), another output folder, or capture.ignore_disk_space: true",
         )

@@ -13,7 +13,7 @@ import cattrs
 from attrs import define, field
 
 from draftsmith.capture.address import TransportAddress
-from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Request, choose_engine
+from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Request
 from draftsmith.capture.plan import Plan, check_disk, check_verifier, human_seconds
 from draftsmith.capture.states import (
     MANIFEST,
@@ -50,7 +50,8 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
     Raises:
         VerifierError: a verifier that cannot be captured. DiskSpaceError: the states will not fit, or did not.
         FingerprintMismatch: the folder holds states of other inputs.
-        NumericsError: every row's states hold values that are not finite.
+        NumericsError: the states of more rows than ``capture.refused_share`` allows, or of all, are not finite. What
+            is stored stays: a start that allows more goes on from there.
         ServingError, TransportError: the engine or the transport failed; what is stored stays.
     """
     check_verifier(run.verifier, run.requirements)
@@ -60,7 +61,6 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
             where="transport",
             hint="use a persistent transport with random access",
         )
-    engine_name = choose_engine(run.recipe.capture.engine, run.verifier)
     stage = Stage("capture", run.folders.states)
     state = stage.begin(capture_fingerprint(run), overwrite=overwrite)
     suspect = run.folders.states / SUSPECT
@@ -79,7 +79,7 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
     if overwrite and (state == "fresh" or not _fits(transport, layout)):
         # Of an earlier capture, where the transport is not in the folder. Without --overwrite it may be anybody's.
         transport.remove_all()
-    summary = _Capture(run, console, transport, layout, engine_name).make()
+    summary = _Capture(run, console, transport, layout, run.capture_engine).make()
     suspect.unlink(missing_ok=True)
     return stage.finish(summary)
 
@@ -209,12 +209,6 @@ class _Capture:
         with engine:
             self.compute_dtype = engine.compute_dtype
             self._run_engine(engine, rows, missing, plan.tokens)
-        if len(self.refused) == len(rows.sample_ids):
-            raise NumericsError(
-                "the states of every row hold values that are not finite",
-                where=str(self.run.verifier.path),
-                hint="use capture.dtype: float32; float16 verifiers often overflow in other dtypes",
-            )
 
     def _run_engine(self, engine: CaptureEngine, rows: _Rows, missing: Sequence[int], tokens: int) -> None:
         told = False
@@ -222,6 +216,7 @@ class _Capture:
             for wave in _waves(missing, rows.lengths):
                 for done in engine.capture(rows.request(place) for place in wave):
                     self.refused.update(done.refused)
+                    self._check_refused(len(rows.sample_ids))
                     self.captured_tokens += done.tokens
                     self.engine_seconds += done.seconds
                     bar.advance(done.tokens)
@@ -230,6 +225,17 @@ class _Capture:
                         rate = done.tokens / max(done.seconds, 1e-9)
                         left = human_seconds((tokens - done.tokens) / rate)
                         self._say(f"{rate:.0f} tokens/s in {engine.compute_dtype}: about {left} to go")
+
+    def _check_refused(self, count: int) -> None:
+        """Stop as soon as more of the *count* rows are refused than may be: a draft of what is left would mislead."""
+        refused, share = len(self.refused), self.run.recipe.capture.refused_share
+        if refused / count > share or refused == count:
+            raise NumericsError(
+                f"the states of {refused} of {count} rows are refused: {next(iter(self.refused.values()))}",
+                where=str(self.run.verifier.path),
+                hint="use capture.dtype: float32 (float16 verifiers often overflow in other dtypes), or allow more: "
+                f"capture.refused_share is {share:g}. What is stored stays",
+            )
 
     def _statistics(self, rows: _Rows, prepared: PreparedData) -> dict[str, str]:
         if not self.run.requirements.last_hidden:
@@ -259,6 +265,7 @@ class _Capture:
                 (rows.tokens(place) for place in usable),
                 teacher.statistics,
                 lambda count: bar.advance(count),
+                self._say,
             )
 
     def _finish(self, rows: _Rows) -> dict[str, Any]:

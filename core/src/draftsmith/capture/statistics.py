@@ -2,29 +2,29 @@
 
 They are computed once, from the *stored* last hidden states (so that they belong to exactly what training reads), and
 kept as safetensors parts beside the states: ``sample_ids`` uint8 [n, 16], ``lengths`` int32 [n], and, concatenated
-over the n samples, ``token`` int32 [N] and ``logsumexp`` float32 [N].
+over the n samples, ``token`` int32 [N] and ``logsumexp`` float32 [N]. A part's metadata holds a checksum of them all,
+since a wrong argmax would be noticed nowhere, and make every metric wrong.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from draftsmith.errors import DiskSpaceError, OutputError, SampleCorrupt, SampleError, SampleMissing
+from draftsmith.errors import OutputError, SampleCorrupt, SampleError, SampleMissing
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample
+from draftsmith.stages import write_tensors_atomically
 
 __all__ = ["StatisticsDamaged", "StatisticsTable", "compute_statistics"]
 
+_TENSORS = ("sample_ids", "lengths", "token", "logsumexp")
 _PART_TOKENS = 1 << 20
 _BATCH_TOKENS = 4096
 
@@ -38,22 +38,22 @@ class StatisticsTable:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._index: dict[str, tuple[Path, int, int]] | None = None
-        self._open: dict[Path, Any] = {}
+        self._index: dict[str, _Place] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self._folder, "_index": None, "_open": {}}
-
-    def sample_ids(self) -> frozenset[str]:
-        return frozenset(self._load())
+        return {"_folder": self._folder, "_index": None}
 
     def __call__(self, sample_id: str) -> tuple[Tensor, Tensor]:
         """(argmax int64 [T], log-sum-exp float32 [T]) of the teacher's logits at each token of the sample.
 
         Raises:
-            SampleMissing: there are none for it. StatisticsDamaged: a part cannot be read.
+            SampleMissing: there are none for it. StatisticsDamaged: a part is not what was written (on first use).
         """
-        place = self._load().get(sample_id)
+        if self._index is None:
+            self._index = {}
+            for path in _parts(self._folder):
+                self._index.update(_Part(path).places())
+        place = self._index.get(sample_id)
         if place is None:
             raise SampleMissing(
                 "no statistics of the teacher are stored for it",
@@ -61,46 +61,76 @@ class StatisticsTable:
                 where=str(self._folder),
                 hint="run `draftsmith capture`: it computes what is missing",
             )
-        path, start, length = place
-        file = self._file(path)
-        token: Tensor = file.get_slice("token")[start : start + length]
-        logsumexp: Tensor = file.get_slice("logsumexp")[start : start + length]
+        return place.read()
+
+
+def _parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("part-*.safetensors"))
+
+
+class _Place(NamedTuple):
+    """Where the statistics of one sample are: tokens [start, start + length) of a part."""
+
+    part: _Part
+    start: int
+    length: int
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        token, logsumexp = (self.part.slice(name, self.start, self.length) for name in ("token", "logsumexp"))
         return token.to(torch.int64), logsumexp
 
-    def _file(self, path: Path) -> Any:
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path]
 
-    def _load(self) -> dict[str, tuple[Path, int, int]]:
-        if self._index is None:
-            index: dict[str, tuple[Path, int, int]] = {}
-            for path in sorted(self._folder.glob("part-*.safetensors")):
-                index.update(self._read_part(path))
-            self._index = index
-        return self._index
+class _Part:
+    """One file, open and found to be what was written.
 
-    def _read_part(self, path: Path) -> Iterable[tuple[str, tuple[Path, int, int]]]:
+    Raises:
+        StatisticsDamaged: it is not, or cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
         try:
-            file = self._file(path)
-            ids, lengths = file.get_tensor("sample_ids"), file.get_tensor("lengths").tolist()
-            total = file.get_slice("token").get_shape()[0]
+            self._file = file = _open(path)
+            tensors = {name: file.get_tensor(name) for name in _TENSORS}
+            checksum = (file.metadata() or {}).get("checksum")
         except (OSError, SafetensorError) as error:
-            raise StatisticsDamaged(
-                f"the teacher's statistics cannot be read: {error}",
-                where=str(path),
-                hint="run `draftsmith capture` again: it computes them anew",
-            ) from error
+            raise _damaged(path, f"cannot be read: {error}") from error
+        if checksum != _checksum(tensors):
+            raise _damaged(path, "are not what was written: their checksum differs")
+        self._ids, self._lengths = tensors["sample_ids"], tensors["lengths"]
+
+    def sample_ids(self) -> list[str]:
+        return [row.tobytes().hex() for row in self._ids.numpy()]
+
+    def places(self) -> Iterator[tuple[str, _Place]]:
         start = 0
-        for row, length in zip(ids.numpy(), lengths, strict=True):
-            yield row.tobytes().hex(), (path, start, length)
+        for sample_id, length in zip(self.sample_ids(), self._lengths.tolist(), strict=True):
+            yield sample_id, _Place(self, start, length)
             start += length
-        if start != total:
-            raise StatisticsDamaged(
-                "the teacher's statistics do not add up",
-                where=str(path),
-                hint="run `draftsmith capture` again: it computes them anew",
-            )
+
+    def slice(self, name: str, start: int, length: int) -> Tensor:
+        found: Tensor = self._file.get_slice(name)[start : start + length]
+        return found
+
+
+def _open(path: Path) -> Any:  # safetensors has no types
+    return safe_open(path, framework="pt")
+
+
+def _damaged(path: Path, why: str) -> StatisticsDamaged:
+    return StatisticsDamaged(
+        f"the teacher's statistics {why}",
+        where=str(path),
+        hint="run `draftsmith capture` again: it computes them anew",
+    )
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """32 hex digits over the tensors' bytes."""
+    hasher = xxhash.xxh3_128()
+    for name in _TENSORS:
+        array: Any = tensors[name].contiguous().view(torch.uint8).numpy()
+        hasher.update(array)
+    return hasher.hexdigest()
 
 
 class _PartWriter:
@@ -122,36 +152,30 @@ class _PartWriter:
         if not self._pending:
             return
         ids = b"".join(bytes.fromhex(sample_id) for sample_id, _, _ in self._pending)
-        data = save(
-            {
-                "sample_ids": torch.frombuffer(bytearray(ids), dtype=torch.uint8).view(-1, 16),
-                "lengths": torch.tensor([len(token) for _, token, _ in self._pending], dtype=torch.int32),
-                "token": torch.cat([token for _, token, _ in self._pending]),
-                "logsumexp": torch.cat([value for _, _, value in self._pending]),
-            },
-            metadata={"format": "draftsmith.teacher_statistics", "version": "1"},
+        tensors = {
+            "sample_ids": torch.frombuffer(bytearray(ids), dtype=torch.uint8).view(-1, 16),
+            "lengths": torch.tensor([len(token) for _, token, _ in self._pending], dtype=torch.int32),
+            "token": torch.cat([token for _, token, _ in self._pending]),
+            "logsumexp": torch.cat([value for _, _, value in self._pending]),
+        }
+        write_tensors_atomically(
+            self._folder / f"part-{secrets.token_hex(8)}.safetensors",
+            tensors,
+            metadata={"format": "draftsmith.teacher_statistics", "version": "2", "checksum": _checksum(tensors)},
         )
-        _write_atomically(self._folder / f"part-{secrets.token_hex(8)}.safetensors", data)
         self._pending, self._tokens = [], 0
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        kind = DiskSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else OutputError
-        raise kind(
-            f"cannot write the teacher's statistics: {error.strerror}",
-            where=str(path.parent),
-            hint="make room, then run the same command again: it goes on where it stopped",
-        ) from error
+def _sound_ids(folder: Path, say: Callable[[str], None]) -> frozenset[str]:
+    """Ids of the samples that have statistics. Parts that are damaged are removed."""
+    found: set[str] = set()
+    for path in _parts(folder):
+        try:
+            found.update(_Part(path).sample_ids())
+        except StatisticsDamaged as error:
+            say(f"{error.what} ({path.name}); computing them anew")
+            path.unlink()
+    return frozenset(found)
 
 
 def compute_statistics(
@@ -160,8 +184,9 @@ def compute_statistics(
     rows: Iterable[tuple[str, Tensor]],
     statistics: Callable[[Tensor], tuple[Tensor, Tensor]],
     advance: Callable[[int], None],
+    say: Callable[[str], None],
 ) -> dict[str, str]:
-    """Compute and store what is not stored yet.
+    """Compute and store what is not stored yet, and anew what is damaged.
 
     Reading every sample once also proves that all of them can be read, and belong to the rows they are named for.
 
@@ -169,11 +194,12 @@ def compute_statistics(
         rows: (sample id, token ids int64 [T]) of every sample that should be there.
         statistics: last hidden states [N, H_t] → (argmax [N], log-sum-exp [N]).
         advance: called with the number of tokens done.
+        say: called with a line for the log.
 
     Returns:
         id → reason, for samples that are missing or corrupt, or of other tokens.
     """
-    done = StatisticsTable(folder).sample_ids()
+    done = _sound_ids(folder, say)
     writer = _PartWriter(folder)
     bad: dict[str, str] = {}
     batch: list[HiddenStateSample] = []

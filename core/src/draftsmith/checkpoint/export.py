@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from draftsmith import __version__
 from draftsmith.checkpoint.card import CARD, model_card
@@ -19,9 +17,16 @@ from draftsmith.checkpoint.exported import CONFIG, OWN_KEY, WEIGHTS, open_format
 from draftsmith.checkpoint.lint import lint_checkpoint
 from draftsmith.checkpoint.training import load_final_weights, load_weights_into
 from draftsmith.data.dataset import open_prepared
-from draftsmith.errors import CheckpointError, DiskSpaceError, NumericsError, OutputError
+from draftsmith.errors import CheckpointError, NumericsError
 from draftsmith.interfaces import ExportContext
-from draftsmith.stages import Stage, StageRecord, write_json_atomically, write_text_atomically
+from draftsmith.stages import (
+    Stage,
+    StageRecord,
+    write_error,
+    write_json_atomically,
+    write_tensors_atomically,
+    write_text_atomically,
+)
 from draftsmith.train.setup import build_algorithm, build_draft
 from draftsmith.verifier_weights import load_verifier_weights
 
@@ -46,15 +51,19 @@ def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: b
         CheckpointError: there is no finished training, or what was written would not be served correctly.
         NumericsError: a trained tensor is not finite.
         FingerprintMismatch: the folder holds an export from other inputs.
-        DiskSpaceError, OutputError: nothing half-written is left under a served name.
+        DiskSpaceError, OutputError: it cannot be written.
+
+    After an error nothing of the export is in the folder: what was written there is known to be served.
     """
     folder = run.folders.checkpoint
     stage = Stage("export", folder)
     fingerprint = export_fingerprint(run)
-    if stage.begin(fingerprint, overwrite=overwrite) == "complete" and (folder / WEIGHTS).is_file():
-        record = stage.record()
-        assert record is not None
-        return record
+    if stage.begin(fingerprint, overwrite=overwrite) == "complete":
+        if (folder / WEIGHTS).is_file():
+            record = stage.record()
+            assert record is not None
+            return record
+        stage.reopen()
 
     def warn(message: str) -> None:
         if console is not None:
@@ -70,10 +79,11 @@ def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: b
         include_embedding=run.recipe.export.include_embedding,
     )
     format_ = open_format(run.schema)
-    config, tensors = write_export(folder, format_, model, context, own_notes(run, step))
-    plan = format_.serving(config)
-    write_text_atomically(folder / CARD, model_card(run, plan, context.verifier_name, _summaries(run)))
-    _check(folder, run, plan, console)
+    with _written_aside(folder) as aside:
+        config, tensors = write_export(aside, format_, model, context, own_notes(run, step))
+        plan = format_.serving(config)
+        write_text_atomically(aside / CARD, model_card(run, plan, context.verifier_name, _summaries(run)))
+        _check(aside, run, plan, console)
     record = stage.finish(
         {
             "step": step,
@@ -92,6 +102,25 @@ def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: b
             soft_wrap=True,
         )
     return record
+
+
+@contextlib.contextmanager
+def _written_aside(folder: Path) -> Iterator[Path]:
+    """A folder beside *folder*, whose files come to lie in *folder* if nothing goes wrong, and else are gone.
+
+    The config is moved last: a folder with a config is loadable.
+    """
+    aside = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(aside, ignore_errors=True)  # what a kill has left
+    try:
+        yield aside
+        try:
+            for path in sorted(aside.iterdir(), key=lambda each: each.name == CONFIG):
+                os.replace(path, folder / path.name)
+        except OSError as error:
+            raise write_error(error, folder) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def export_fingerprint(run: ResolvedRun) -> dict[str, Any]:
@@ -190,28 +219,6 @@ def _check_complete(format_: CheckpointFormat, config: Mapping[str, Any], tensor
         )
 
 
-def write_tensors_atomically(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file, complete before it has its name.
-
-    Raises:
-        DiskSpaceError: the disk is full. OutputError: it cannot be written for another reason.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(dict(tensors), temporary, metadata={"format": "pt"})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
-        if full:
-            raise DiskSpaceError("no room for the exported weights", where=str(path), hint="make room") from error
-        raise OutputError(f"cannot write: {error}", where=str(path)) from error
-
-
 def _build(run: ResolvedRun) -> tuple[DraftAlgorithm, nn.Module]:
     device = torch.device("cpu")
     algorithm = build_algorithm(
@@ -236,7 +243,9 @@ def _check(folder: Path, run: ResolvedRun, plan: ServingPlan, console: Console |
     errors = [each for each in findings if each.severity == "error" and each.what != plan.unservable]
     if errors:
         raise CheckpointError(
-            "; ".join(finding.what for finding in errors), where=str(folder), hint=errors[0].hint or None
+            "; ".join(finding.what for finding in errors),
+            where=str(run.folders.checkpoint),
+            hint=errors[0].hint or None,
         )
     if console is not None:
         for finding in findings:

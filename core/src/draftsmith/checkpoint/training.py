@@ -14,7 +14,6 @@ before, with a message. Tensors copied from the verifier are not stored. No pick
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -30,8 +29,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftsmith.errors import CheckpointError, DiskSpaceError, OutputError, PluginError
-from draftsmith.stages import digest
+from draftsmith.errors import CheckpointError, PluginError
+from draftsmith.stages import digest, write_error, write_json_atomically
 
 __all__ = [
     "Best",
@@ -49,7 +48,6 @@ __all__ = [
     "trained_tensors",
     "update_state",
     "write_checkpoint",
-    "write_error",
     "write_finished",
 ]
 
@@ -172,7 +170,7 @@ def write_finished(folder: Path, step: int, model: Mapping[str, Tensor]) -> Path
 
     def fill(temporary: Path) -> None:
         content = {"format": FORMAT, "checksums": {_MODEL: _write_tensors(temporary / _MODEL, model)}, "step": step}
-        _write_text(temporary / _STATE, {**content, "digest": digest(content)})
+        write_json_atomically(temporary / _STATE, {**content, "digest": digest(content)})
 
     return _write_folder(folder / _FINISHED, fill)
 
@@ -189,9 +187,11 @@ def _write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
             shutil.rmtree(target)
         os.replace(temporary, target)
         _sync(target.parent)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise write_error(error, target) from error
+        if isinstance(error, OSError | SafetensorError):
+            raise write_error(error, target) from error
+        raise
     return target
 
 
@@ -205,17 +205,14 @@ def update_state(folder: Path, state: TrainingState) -> Path:
         DiskSpaceError, OutputError: it cannot be written; the checkpoint is as it was.
     """
     target = _checkpoint_path(folder, state.step)
-    temporary = target / f".{_STATE}.{os.getpid()}.tmp"
     try:
         checksums = json.loads((target / _STATE).read_text(encoding="utf-8"))["checksums"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the checkpoint cannot be read: {error}", where=str(target)) from error
+    _write_state(target / _STATE, state, checksums)
     try:
-        _write_state(temporary, state, checksums)
-        os.replace(temporary, target / _STATE)
         _sync(target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise write_error(error, target) from error
     return target
 
@@ -226,7 +223,7 @@ def _checkpoint_path(folder: Path, step: int) -> Path:
 
 def _write_state(path: Path, state: TrainingState, checksums: Mapping[str, str]) -> None:
     content = {"format": FORMAT, "checksums": dict(checksums), "state": asdict(state)}
-    _write_text(path, {**content, "digest": digest(content)})
+    write_json_atomically(path, {**content, "digest": digest(content)})
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -244,14 +241,6 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return _checksum(path)
 
 
-def _write_text(path: Path, value: Mapping[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -266,24 +255,6 @@ def _checksum(path: Path) -> str:
         while block := file.read(1 << 22):
             hasher.update(block)
     return hasher.hexdigest()
-
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-def write_error(error: Exception, target: Path) -> OutputError:
-    """*error* of writing *target*, as the error to raise: a full disk, or anything else."""
-    code = error.errno if isinstance(error, OSError) else None
-    if code is None:  # safetensors reports the operating system's number only in its text
-        found = re.search(r"os error (\d+)", str(error))
-        code = int(found.group(1)) if found else None
-    if code in _FULL:
-        return DiskSpaceError(
-            f"no room on the disk: {os.strerror(code)}",
-            where=str(target),
-            hint="make room and start the same command again: it goes on from the checkpoint before",
-        )
-    return OutputError(f"cannot be written: {error}", where=str(target))
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from draftsmith.errors import UserError, did_you_mean
+from draftsmith.stages import STAGES
 
 if TYPE_CHECKING:
     from draftsmith.api import Command
@@ -98,8 +99,10 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def load_run(recipe: Path, overrides: Sequence[str] = (), no_plugin: Iterable[str] = ()) -> ResolvedRun:
-    """Recipe, plugins and verifier, resolved and checked.
+def load_run(
+    recipe: Path, overrides: Sequence[str] = (), no_plugin: Iterable[str] = (), stages: Sequence[str] = STAGES
+) -> ResolvedRun:
+    """Recipe, plugins and verifier, resolved and checked for the *stages* that are to run.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -115,7 +118,7 @@ def load_run(recipe: Path, overrides: Sequence[str] = (), no_plugin: Iterable[st
         if not loaded.problems:
             raise
         raise ConfigError([*loaded.problems, *error.problems]) from error
-    run = resolve(loaded, registry)
+    run = resolve(loaded, registry, stages)
     for remark in (*registry.notes, *run.notes):
         note(remark)
     for broken in registry.quarantined:
@@ -130,7 +133,7 @@ def run_stage(stage: str, arguments: argparse.Namespace) -> None:
 
 def run_stages(stages: Sequence[str], arguments: argparse.Namespace) -> None:
     """Resolve, then explain or run."""
-    run = load_run(arguments.recipe, arguments.overrides, arguments.no_plugin)
+    run = load_run(arguments.recipe, arguments.overrides, arguments.no_plugin, stages)
     if arguments.explain:
         from draftsmith.cli.explain import print_explanation
 

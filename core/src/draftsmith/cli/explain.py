@@ -41,6 +41,7 @@ def print_explanation(run: ResolvedRun) -> None:
         print(f"{key:<{keys}}  {value:<{min(values, 40)}}  {origin}")
     registry = run.registry
     print(f"\nlayer ids to capture: {list(run.requirements.ids(run.verifier.num_layers))}")
+    print(f"engine of the capture: {run.capture_engine}")
     print(f"verifier: {run.verifier.path} ({run.verifier.fingerprint})")
     print(f"output: {run.folders.output}")
     for kind, item, catalog in (
@@ -52,3 +53,5 @@ def print_explanation(run: ResolvedRun) -> None:
         ("transport", run.transport, registry.transports),
     ):
         print(f"{kind}: {item.name}, provided by {catalog.provider(item.name)}")
+    for part in run.loss_parts():
+        print(f"part of the loss: {part.name}, provided by {registry.losses.provider(part.name)}")

@@ -19,9 +19,9 @@ from draftsmith import __version__, api
 from draftsmith.config.load import DEFAULT, LoadedRecipe, leaves
 from draftsmith.config.schema import NamedConfig, Recipe
 from draftsmith.config.structure import INVALID, Structurer, plain
-from draftsmith.errors import ConfigError, DraftsmithError, Problem, VerifierError
+from draftsmith.errors import ConfigError, DraftsmithError, Problem, ServingError, VerifierError
 from draftsmith.plugins import Catalog, PluginRegistry
-from draftsmith.stages import RunFolders
+from draftsmith.stages import STAGES, RunFolders
 
 __all__ = ["RUN_FILE", "ResolvedRun", "resolve"]
 
@@ -47,6 +47,7 @@ class ResolvedRun:
         algorithm_options, transport_options: instances of their ``options`` classes.
         loss_options: keyword arguments of the loss's implementation.
         requirements: which hidden states must be captured.
+        capture_engine: what ``capture.engine`` comes to, with what is installed here: ``vllm`` or ``transformers``.
         speculative_tokens: K written into the checkpoint.
         registry: the loaded plugins.
         provenance: key path of each value → where it came from, options included.
@@ -67,6 +68,7 @@ class ResolvedRun:
     transport: api.Transport
     transport_options: Any
     requirements: api.CaptureRequirements
+    capture_engine: str
     speculative_tokens: int
     registry: PluginRegistry
     provenance: Mapping[str, str] = field(factory=dict)
@@ -84,6 +86,11 @@ class ResolvedRun:
         values["export"]["speculative_tokens"] = self.speculative_tokens
         return values
 
+    def loss_parts(self) -> Sequence[api.LossPart]:
+        """The losses that the loss is made of, if it is."""
+        cls = self.loss.options
+        return () if cls is None else self.loss.parts(cls(**self.loss_options))
+
     def record(self) -> dict[str, Any]:
         """What ``run.json`` holds."""
         return {
@@ -100,24 +107,29 @@ class ResolvedRun:
         }
 
 
-def resolve(loaded: LoadedRecipe, registry: PluginRegistry) -> ResolvedRun:
+def resolve(loaded: LoadedRecipe, registry: PluginRegistry, stages: Sequence[str] = STAGES) -> ResolvedRun:
     """Resolve names, structure options, read the verifier's facts, and cross-check.
 
     Relative paths of data are taken from the recipe's folder; ``verifier``, ``output`` and ``train.warm_start`` from
     the current folder.
 
+    Args:
+        stages: those that are to run. What only others need is not asked of this machine: where hidden states were
+            captured elsewhere, training needs no engine for them.
+
     Raises:
         ConfigError: with all problems found, those of ``loaded.problems`` included.
         PluginError: the only problem is a broken plugin that the recipe asks for.
     """
-    return _Resolver(loaded, registry).run()
+    return _Resolver(loaded, registry, stages).run()
 
 
 class _Resolver:
     """One resolution; gathers problems in order of the recipe."""
 
-    def __init__(self, loaded: LoadedRecipe, registry: PluginRegistry) -> None:
+    def __init__(self, loaded: LoadedRecipe, registry: PluginRegistry, stages: Sequence[str]) -> None:
         self.loaded = loaded
+        self.stages = stages
         self.recipe = loaded.recipe
         self.registry = registry
         self.problems: list[Problem] = list(loaded.problems)
@@ -141,7 +153,7 @@ class _Resolver:
             self.named(registry.observers, name, f"observers.{index}")
         self.data()
         self.output()
-        requirements = speculative_tokens = None
+        requirements = speculative_tokens = engine = None
         if algorithm is not None and options is not None:
             speculative_tokens = self.speculative_tokens(algorithm, options)
             if verifier is not None:
@@ -151,6 +163,7 @@ class _Resolver:
         if verifier is not None:
             self.vocabulary(verifier)
             self.length(verifier)
+            engine = self.engine(verifier)
         self.raise_problems()
         # Everything below is there: what is missing has left a problem.
         return ResolvedRun(
@@ -168,6 +181,7 @@ class _Resolver:
             transport=_there(transport),
             transport_options=transport_options,
             requirements=_there(requirements),
+            capture_engine=_there(engine),
             speculative_tokens=_there(speculative_tokens),
             registry=registry,
             provenance=self.provenance,
@@ -267,9 +281,19 @@ class _Resolver:
         self.provenance.pop("loss", None)
         loss = self.named(self.registry.losses, wanted.name, "loss.name")
         options = self.options(loss, wanted.options, "loss.options", defaults, origin)
-        if options is None:
+        if loss is None or options is None:
             return loss, {}
+        self.loss_parts(loss, options, "loss.options")
         return loss, {each.name: getattr(options, each.name) for each in attrs.fields(type(options))}
+
+    def loss_parts(self, loss: api.Loss, options: Any, key: str) -> None:
+        """Check the losses that this one is made of."""
+        for part in loss.parts(options):
+            here = f"{key}.{part.where}" if part.where else key
+            inner = self.named(self.registry.losses, part.name, here)
+            chosen = self.options(inner, part.options, f"{here}.options")
+            if inner is not None and chosen is not None:
+                self.loss_parts(inner, chosen, f"{here}.options")
 
     def transport(self) -> api.Transport | None:
         catalog = self.registry.transports
@@ -408,6 +432,23 @@ class _Resolver:
                 f"rows are captured up to data.max_length ({wanted} tokens), and training cuts them at"
                 f" train.tokens_per_row ({row})"
             )
+
+    def engine(self, verifier: api.VerifierFacts) -> str:
+        """The engine of the capture. What it cannot do is told now, not when prepare has spent its hours."""
+        from draftsmith.capture.engines import choose_engine, verifier_problem
+
+        wanted = self.recipe.capture.engine
+        try:
+            chosen = choose_engine(wanted, verifier)
+        except ServingError as error:
+            chosen = wanted
+            if "capture" in self.stages:
+                self.report("capture.engine", error.what, error.hint)
+        untapped = verifier_problem(verifier)
+        if untapped and chosen == "transformers":
+            captured = "transformers captures them, and " if wanted == "auto" else ""
+            self.notes.append(f"{untapped}: {captured}that vLLM will refuse to serve a draft that reads them")
+        return chosen
 
     # --- files --------------------------------------------------------------------------------------------------
 

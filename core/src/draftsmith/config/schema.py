@@ -99,6 +99,11 @@ class CaptureConfig:
     )
     batch_tokens: int = field(default=2048, validator=ge(1), metadata=_help("tokens per forward pass"))
     ignore_disk_space: bool = field(default=False, metadata=_help("start although the disk seems too small"))
+    refused_share: float = field(
+        default=0.1,
+        validator=and_(ge(0), le(1)),
+        metadata=_help("stop where more of the rows are refused, since their states are not finite; 1: never"),
+    )
 
 
 @frozen(kw_only=True)

@@ -59,6 +59,8 @@ def describe_type(kind: Any) -> str:
         return " | ".join(str(each.value) for each in kind)
     if kind is NamedConfig:
         return "name | {name, options}"
+    if isinstance(kind, type) and attrs.has(kind):
+        return f"{{{', '.join(each.name for each in attrs.fields(kind))}}}"
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
@@ -240,6 +242,9 @@ class Structurer:
         others = [member for member in members if member is not type(None)]
         if len(others) == 1:
             return self.convert(others[0], data, path)
+        keyed = [each for each in others if attrs.has(each) or (get_origin(each) or each) in (dict, Mapping)]
+        if isinstance(data, Mapping) and len(keyed) == 1:
+            return self.convert(keyed[0], data, path)  # nothing else is meant, and it says what is wrong with a key
         for member in others:
             attempt = Structurer()
             value = attempt.convert(member, data, path)

@@ -5,16 +5,16 @@ Convention of vLLM: ``target_id = draft_id + d2t[draft_id]``; ``nonzero(t2d) == 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.errors import DataError
 from draftsmith.interfaces import VocabularyMap
+from draftsmith.stages import write_tensors_atomically
 
 __all__ = ["build_vocabulary", "coverage", "load_occurring", "load_vocabulary", "save_vocabulary"]
 
@@ -58,11 +58,12 @@ def save_vocabulary(path: Path, vocabulary: VocabularyMap, counts: Tensor, occur
     Args:
         counts: int64 [V_t], see :func:`build_vocabulary`.
         occurs: bool [V_t], True for the tokens that occur in any row, supervised or not.
+
+    Raises:
+        DiskSpaceError, OutputError: it cannot be written; what was there is as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     tensors = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d, "counts": counts, "occurs": occurs}
-    save_file(tensors, temporary)
-    os.replace(temporary, path)
+    write_tensors_atomically(path, tensors)
 
 
 def load_vocabulary(path: Path) -> VocabularyMap:

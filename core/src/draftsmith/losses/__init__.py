@@ -7,9 +7,9 @@ renormalised, alpha = sum min(p, q).
 from __future__ import annotations
 
 from draftsmith.api import Loss
-from draftsmith.losses.options import HybridOptions, LogAcceptanceOptions, SumOptions
+from draftsmith.losses.options import HybridOptions, LogAcceptanceOptions, SumOptions, SumTerm
 
-__all__ = ["BUILTIN_LOSSES", "HybridOptions", "LogAcceptanceOptions", "SumOptions"]
+__all__ = ["BUILTIN_LOSSES", "HybridOptions", "LogAcceptanceOptions", "SumOptions", "SumTerm"]
 
 BUILTIN_LOSSES: tuple[Loss, ...] = (
     Loss(
@@ -51,8 +51,9 @@ BUILTIN_LOSSES: tuple[Loss, ...] = (
     ),
     Loss(
         name="sum",
-        summary="weighted sum of named losses",
+        summary="weighted sum of losses of any plugin, by name",
         implementation="draftsmith.losses.weighted:WeightedSum",
         options=SumOptions,
+        parts=SumOptions.parts,
     ),
 )

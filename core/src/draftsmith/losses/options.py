@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import field, frozen
 from attrs.validators import and_, gt, lt
 
-from draftsmith.errors import did_you_mean
+from draftsmith.api import LossPart
 
-__all__ = ["HybridOptions", "LogAcceptanceOptions", "SumOptions"]
-
-
-#: The losses that ``sum`` can add up: those that depend on the draft's probabilities alone.
-SUMMABLE = ("ce", "jsd", "kl_div", "lk_hybrid", "nla", "rkl", "tv")
-
-
-def _are_terms(_: object, __: object, value: dict[str, float]) -> None:
-    if not value:
-        raise ValueError("terms must name at least one loss, for example {ce: 0.1, tv: 0.9}")
-    for name in value:
-        if name not in SUMMABLE:
-            raise ValueError(f"terms: no loss {name!r}; {did_you_mean(name, SUMMABLE) or ', '.join(SUMMABLE)}")
+__all__ = ["HybridOptions", "LogAcceptanceOptions", "SumOptions", "SumTerm"]
 
 
 @frozen(kw_only=True)
@@ -43,11 +33,34 @@ class HybridOptions:
 
 
 @frozen(kw_only=True)
+class SumTerm:
+    """A term of ``sum`` that has options of its own."""
+
+    weight: float = field(default=1.0, metadata={"help": "its weight in the sum"})
+    options: dict[str, Any] = field(factory=dict, metadata={"help": "options of that loss"})
+
+
+def _is_something(_: object, __: object, value: dict[str, float | SumTerm]) -> None:
+    if not value:
+        raise ValueError("terms must name at least one loss, for example {ce: 0.1, tv: 0.9}")
+
+
+@frozen(kw_only=True)
 class SumOptions:
     """Options of ``sum``."""
 
-    terms: dict[str, float] = field(
-        validator=_are_terms,
+    terms: dict[str, float | SumTerm] = field(
+        validator=_is_something,
         factory=lambda: {"kl_div": 1.0},
-        metadata={"help": "weight of each loss by name, such as {ce: 0.1, tv: 0.9}"},
+        metadata={
+            "help": "weight of each loss by name, such as {ce: 0.1, tv: 0.9}; with its options: "
+            "{nla: {weight: 0.9, options: {floor: 1e-4}}}"
+        },
     )
+
+    def parts(self) -> list[LossPart]:
+        """The losses to add up: any that is registered."""
+        return [
+            LossPart(name=name, options=term.options if isinstance(term, SumTerm) else {}, where=f"terms.{name}")
+            for name, term in self.terms.items()
+        ]

@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.interfaces import TeacherChunk
-from draftsmith.losses import BUILTIN_LOSSES
+from draftsmith.interfaces import PositionLoss, TeacherChunk
 from draftsmith.losses.base import DraftChunk, ProbabilityLoss
-from draftsmith.losses.options import SumOptions
+from draftsmith.losses.options import SumTerm
 
 __all__ = ["WeightedSum"]
 
 
-def _build(name: str) -> ProbabilityLoss:
-    reference = {item.name: item.implementation for item in BUILTIN_LOSSES}[name]
-    module, _, attribute = reference.partition(":")
-    built: ProbabilityLoss = getattr(importlib.import_module(module), attribute)()
-    return built
+class WeightedSum(PositionLoss):
+    """sum of weight x loss. Where all of them depend on the draft's probabilities alone, so does the sum.
 
-
-class WeightedSum(ProbabilityLoss):
-    """sum of weight x loss over the built-in losses that *terms* names, each with its default options.
-
-    Raises:
-        ValueError: *terms* is empty or names something else than a built-in loss.
+    Args:
+        terms: name → weight, or weight and options.
+        parts: the losses themselves, in that order; the core builds them from whichever plugin registers the names.
     """
 
-    def __init__(self, terms: Mapping[str, float] | None = None) -> None:
-        options = SumOptions() if terms is None else SumOptions(terms=dict(terms))
-        self.terms = [(_build(name), float(weight)) for name, weight in options.terms.items()]
+    def __new__(cls, terms: Mapping[str, Any], parts: Sequence[PositionLoss]) -> WeightedSum:
+        of_probabilities = all(isinstance(each, ProbabilityLoss) for each in parts)
+        return super().__new__(_SumOfProbabilities if of_probabilities else cls)
 
+    def __init__(self, terms: Mapping[str, float | SumTerm], parts: Sequence[PositionLoss]) -> None:
+        weights = [term.weight if isinstance(term, SumTerm) else float(term) for term in terms.values()]
+        self.terms: list[tuple[Any, float]] = list(zip(parts, weights, strict=True))
+
+    def value(self, logits: Tensor, teacher: TeacherChunk) -> Tensor:
+        return torch.stack([weight * loss.value(logits, teacher) for loss, weight in self.terms]).sum(0)
+
+    def value_and_grad(self, logits: Tensor, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
+        return _sum((loss.value_and_grad(logits.clone(), teacher), weight) for loss, weight in self.terms)
+
+
+class _SumOfProbabilities(ProbabilityLoss, WeightedSum):
     def of_log_q(self, log_q: Tensor, teacher: TeacherChunk) -> Tensor:
         return torch.stack([weight * loss.of_log_q(log_q, teacher) for loss, weight in self.terms]).sum(0)
 
     def with_gradient(self, draft: DraftChunk, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
-        total, gradient = torch.zeros_like(draft.q[:, 0]), torch.zeros_like(draft.q)
-        for loss, weight in self.terms:
-            value, part = loss.with_gradient(DraftChunk(draft.log_q.clone(), draft.q.clone()), teacher)
-            total.add_(value, alpha=weight)
-            gradient.add_(part, alpha=weight)
-        return total, gradient
+        def own() -> DraftChunk:
+            return DraftChunk(draft.log_q.clone(), draft.q.clone())
+
+        return _sum((loss.with_gradient(own(), teacher), weight) for loss, weight in self.terms)
+
+
+def _sum(found: Iterable[tuple[tuple[Tensor, Tensor], float]]) -> tuple[Tensor, Tensor]:
+    """The weighted sum of pairs (value [C], gradient [C, V_d]), of which one at a time is held."""
+    total: tuple[Tensor, Tensor] | None = None
+    for (value, gradient), weight in found:
+        if total is None:
+            total = value.mul(weight), gradient.mul(weight)
+        else:
+            total[0].add_(value, alpha=weight)
+            total[1].add_(gradient, alpha=weight)
+    assert total is not None
+    return total

@@ -132,9 +132,14 @@ def simulate(
     rounds: list[Round] = []
     complete = True
     newest = prompt_length  # index of the newest token, which has no features yet
+    drafts: dict[int, list[int]] = {}
     while newest < end - 1:
-        logits = drafter.propose(token_ids[: newest + 1], taps[:newest], num_speculative_tokens)
-        draft = kept[logits.argmax(dim=-1).cpu()].tolist()
+        if newest not in drafts:  # where the next rounds may start is known, as the whole output is
+            starts = range(newest, min(newest + drafter.starts_at_once, end - 1))
+            known = starts[-1] + 1
+            logits = drafter.propose_each(token_ids[:known], taps[: known - 1], starts, num_speculative_tokens)
+            drafts = dict(zip(starts, kept[logits.argmax(dim=-1).cpu()].tolist(), strict=True))
+        draft = drafts[newest]
         actual = tokens[newest + 1 : newest + 1 + num_speculative_tokens]
         accepted = _agreeing(draft, actual)
         complete &= not (accepted == len(actual) < num_speculative_tokens)

@@ -10,8 +10,9 @@ import ast
 import functools
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["hands_out_hidden_states"]
 
@@ -51,42 +52,59 @@ def _source(path: Path) -> str:
         return ""
 
 
+class _Module(NamedTuple):
+    """One module of vLLM's models: its classes by name, and name in it → (module of vLLM's models, name there)."""
+
+    classes: Mapping[str, ast.ClassDef]
+    imported: Mapping[str, tuple[str, str]]
+
+
 @functools.cache
-def _tree(path: Path) -> ast.Module | None:
+def _module(path: Path) -> _Module | None:
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
+        nodes = list(_statements(ast.parse(path.read_text(encoding="utf-8"))))
     except (OSError, SyntaxError, ValueError):
         return None
+    return _Module({node.name: node for node in nodes if isinstance(node, ast.ClassDef)}, _imported(nodes))
+
+
+def _statements(module: ast.Module) -> Iterator[ast.stmt]:
+    """Those of the module's top level, and those below an ``if`` or a ``try`` there."""
+    pending: list[ast.AST] = [module]
+    while pending:
+        for node in ast.iter_child_nodes(pending.pop()):
+            if isinstance(node, ast.stmt):
+                yield node
+            if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
+                pending.append(node)
 
 
 def _has_method(folder: Path, module: str, name: str, depth: int) -> bool | None:
     """Whether class *name* of *module*, or a class that it derives from, has the method; None: a base is not found."""
-    tree = _tree(folder / f"{module}.py")
-    if tree is None or depth == 0:
+    source = _module(folder / f"{module}.py")
+    if source is None or depth == 0:
         return None
-    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    if name not in classes:
+    if name not in source.classes:
         return None
-    if any(isinstance(node, ast.FunctionDef) and node.name == _METHOD for node in classes[name].body):
+    found = source.classes[name]
+    if any(isinstance(node, ast.FunctionDef) and node.name == _METHOD for node in found.body):
         return True
-    imported = _imported(tree)
     answers: list[bool | None] = []
-    for base in classes[name].bases:
+    for base in found.bases:
         own = ast.unparse(base).partition("[")[0]
-        if own in classes:
+        if own in source.classes:
             answers.append(_has_method(folder, module, own, depth - 1))
-        elif own in imported:
-            answers.append(_has_method(folder, *imported[own], depth - 1))
+        elif own in source.imported:
+            answers.append(_has_method(folder, *source.imported[own], depth - 1))
         # Anything else comes from outside of vLLM's models (torch's Module, Protocol), and has no such method.
     if True in answers:
         return True
     return None if None in answers else False
 
 
-def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Name in this module → (module of vLLM's models, name there)."""
+def _imported(nodes: Iterable[ast.stmt]) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             package, _, module = node.module.rpartition(".")
             if package.endswith("model_executor.models") or (node.level == 1 and not package):

@@ -393,6 +393,24 @@ class ReplayTests(_CaseTests):
             got = _propose(used, case.row, chain, case.num_steps, None)
             torch.testing.assert_close(got, want, rtol=0, atol=self.tolerance)
 
+    @pytest.mark.parametrize("fed_back", ["drafts", "data"])
+    def test_starts_side_by_side_draft_what_each_drafts_alone(self, case: AlgorithmCase, fed_back: str) -> None:
+        """All starts of a document in one call, which knows tokens and features beyond most of them."""
+        model, row, steps = self.draft(case), case.row, case.num_steps
+        drafter, alone = case.algorithm.drafter(model), case.algorithm.drafter(model)
+        chains = list(_chains(_forward(case, model, row), row))
+        for begin in sorted({chain.begin for chain in chains}):
+            mates = [chain for chain in chains if chain.begin == begin]
+            end = max(chain.bonus for chain in mates) + 1
+            ahead = torch.tensor([chain.bonus for chain in mates])[:, None] + torch.arange(1, steps + 1)
+            forced = row.input_ids[ahead.clamp(max=len(row.input_ids) - 1)] if fed_back == "data" else None
+            bonus = [chain.bonus - begin for chain in mates]
+            got = drafter.propose_each(row.input_ids[begin:end], row.taps[begin:end], bonus, steps, forced=forced)
+            assert got.shape[:2] == (len(mates), steps)
+            for place, chain in enumerate(mates):
+                want = _propose(alone, row, chain, steps, None if forced is None else forced[place])
+                torch.testing.assert_close(got[place], want, rtol=0, atol=self.tolerance)
+
     def test_the_draft_feeds_back_its_own_tokens(self, case: AlgorithmCase) -> None:
         """Unforced, the drafter takes its own argmax, as a target id."""
         model = self.draft(case)

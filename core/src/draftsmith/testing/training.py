@@ -22,7 +22,7 @@ from draftsmith.checkpoint.training import (
 from draftsmith.config.schema import TrainConfig
 from draftsmith.train.optimizers import Optimizers, build_optimizers
 from draftsmith.train.rows import derived_seed
-from draftsmith.train.setup import build_draft
+from draftsmith.train.setup import build_draft, build_loss
 from draftsmith.train.step import Objective, train_step
 
 if TYPE_CHECKING:
@@ -78,17 +78,16 @@ class ResumeTests:
         self._assert_equal(optimizers.state_tensors(), resumed_optimizers.state_tensors())
 
     def _start(self, case: AlgorithmCase, config: TrainConfig, seed: int) -> tuple[Objective, Optimizers]:
-        from draftsmith.plugins import load_plugins, load_reference
+        from draftsmith.plugins import load_plugins
         from draftsmith.train.scoring import Teacher
 
         setup = case.algorithm.setup
         model = build_draft(case.algorithm, torch.device("cpu"), seed)
-        loss = load_reference(load_plugins().losses.get(case.registered.loss).implementation)
         objective = Objective(
             algorithm=case.algorithm,
             model=model,
             teacher=Teacher(setup.weights, setup.vocabulary, device="cpu", compute_dtype=torch.float32),
-            loss=loss(**case.registered.loss_options),
+            loss=build_loss(load_plugins().losses, case.registered.loss, case.registered.loss_options),
             reduction=case.registered.reduction,
             out_of_vocabulary="renormalise",
             compute_dtype=torch.float32,

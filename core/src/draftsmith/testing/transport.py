@@ -329,4 +329,6 @@ class TransportTests:
     def test_the_estimate_of_bytes_is_not_below_the_data(self, transport: HiddenStateTransport) -> None:
         for dtype, width in (("bfloat16", 2), ("float32", 4)):
             layout = make_layout(dtype)
-            assert transport.bytes_for(layout, 1000, 10) >= 1000 * (4 * 24 * width + 8)
+            at_rest = transport.bytes_for(layout, 1000, 10)
+            assert at_rest >= 1000 * (4 * 24 * width + 8)
+            assert transport.peak_bytes_for(layout, 1000, 10, longest=200) >= at_rest

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from draftsmith.checkpoint.training import write_error
 from draftsmith.errors import OutputError
+from draftsmith.stages import write_error
 
 __all__ = ["MetricsLog"]
 

@@ -22,6 +22,7 @@ from draftsmith.checkpoint.training import (
     restore_random_states,
 )
 from draftsmith.checkpoint.warm_start import begin_from, checkpoint_digest
+from draftsmith.config.structure import plain
 from draftsmith.data.dataset import open_prepared
 from draftsmith.device import deterministic_algorithms, resolve_dtype, training_device
 from draftsmith.errors import OutputError, SampleError, Stopped
@@ -167,7 +168,7 @@ def prepare_training(run: ResolvedRun) -> Training:
         teacher=Teacher(
             algorithm.setup.weights, algorithm.setup.vocabulary, device=device, compute_dtype=compute_dtype
         ),
-        loss=build_loss(run),
+        loss=build_loss(run.registry.losses, run.loss.name, plain(run.loss_options)),
         reduction=_reduction(run),
         out_of_vocabulary=config.out_of_vocabulary,
         compute_dtype=compute_dtype,

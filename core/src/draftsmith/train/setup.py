@@ -10,7 +10,8 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from draftsmith.errors import PluginError
+from draftsmith.config.structure import Structurer
+from draftsmith.errors import ConfigError, PluginError
 from draftsmith.interfaces import (
     AlgorithmSetup,
     DraftAlgorithm,
@@ -20,9 +21,10 @@ from draftsmith.interfaces import (
     VerifierWeights,
     VocabularyMap,
 )
-from draftsmith.plugins import load_reference
+from draftsmith.plugins import Catalog, load_reference
 
 if TYPE_CHECKING:
+    from draftsmith import api
     from draftsmith.config.resolve import ResolvedRun
 
 __all__ = ["ParameterCount", "build_algorithm", "build_draft", "build_loss", "build_mask", "count_parameters"]
@@ -83,11 +85,29 @@ def build_mask(run: ResolvedRun) -> MaskRule:
     return mask
 
 
-def build_loss(run: ResolvedRun) -> PositionLoss:
-    """The run's loss per position, with its options."""
-    implementation = load_reference(run.loss.implementation, expected=PositionLoss)
-    options: Mapping[str, Any] = run.loss_options
-    loss: PositionLoss = implementation(**options)
+def build_loss(catalog: Catalog[api.Loss], name: str, options: Mapping[str, Any] | None = None) -> PositionLoss:
+    """The loss called *name*, and those that it is made of.
+
+    Args:
+        catalog: the registered losses.
+        options: plain values, as in a recipe; what is left out has its default.
+
+    Raises:
+        UnknownNameError, PluginError: it, or one that it is made of, is not there or cannot be loaded.
+        ConfigError: an option is wrong.
+    """
+    item = catalog.get(name)
+    implementation = load_reference(item.implementation, expected=PositionLoss)
+    if item.options is None:
+        bare: PositionLoss = implementation(**(options or {}))
+        return bare
+    structurer = Structurer(lambda key: f"options of the loss {name!r}: {key}")
+    chosen = structurer.build(item.options, options or {})
+    if structurer.problems:
+        raise ConfigError(structurer.problems)
+    arguments = {each.name: getattr(chosen, each.name) for each in attrs.fields(item.options)}
+    parts = [build_loss(catalog, part.name, part.options) for part in item.parts(chosen)]
+    loss: PositionLoss = implementation(**arguments, parts=parts) if parts else implementation(**arguments)
     return loss
 
 

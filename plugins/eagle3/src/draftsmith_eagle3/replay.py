@@ -1,4 +1,4 @@
-"""The serving path, written the slow way: what vLLM does in a round, with a key/value cache of its own.
+"""The serving path, written the slow way: what vLLM does in a round, one position at a time.
 
 Shares no code with the training forward, on purpose: the two are compared in tests, so that a mistake in either is
 seen. Only the parameters and the rotary frequencies are the model's.
@@ -6,12 +6,19 @@ seen. Only the parameters and the rotary frequencies are the model's.
 A round (vLLM's ``llm_base_proposer``): the rows of the newly verified tokens, with ids shifted left by one and the
 bonus token last, positions not shifted; then one row per further token: its embedding, the fed-back hidden state, the
 next position. The rows of drafted tokens are provisional, and dropped when the round ends.
+
+A verified row looks only back, so it is the same in every round that has it. So rounds that start at different tokens
+of one sequence run side by side here: the verified rows once, of which each sees those before its bonus token, and
+provisional rows of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
-from attrs import define, field
+from attrs import define
 from torch import Tensor
 
 from draftsmith.interfaces import Drafter
@@ -20,88 +27,98 @@ from draftsmith_eagle3.model import DraftLayer, Eagle3Draft
 
 __all__ = ["Eagle3Drafter"]
 
+_VERIFIED = -1
+
 
 @define
 class _LayerCache:
-    """Keys (rotated) and values of one layer, [rows, kv_heads, head_dim], and the rows' positions."""
+    """Keys (rotated) and values of one layer, [rows, kv_heads, head_dim]."""
 
     key: Tensor
     value: Tensor
 
-    def cut(self, rows: int) -> None:
-        self.key, self.value = self.key[:rows], self.value[:rows]
-
 
 @define
-class _Verified:
-    """The rows whose keys are in the cache: their tokens and features."""
+class _Rows:
+    """Where the rows stand whose keys are in the caches, both int64 [rows].
 
-    token_ids: Tensor
-    taps: Tensor
-    layers: list[_LayerCache] = field(factory=list)
+    Attributes:
+        position: in the sequence.
+        start: to which of the starts a provisional row belongs; _VERIFIED: to all.
+    """
+
+    position: Tensor
+    start: Tensor
+
+    def add(self, position: Tensor, start: Tensor) -> None:
+        self.position, self.start = torch.cat((self.position, position)), torch.cat((self.start, start))
+
+    def visible(self, position: Tensor, start: Tensor, verified: Tensor, window: int | None) -> Tensor:
+        """bool [N, rows]: which of them rows at *position* of *start* see, who have *verified* rows before them."""
+        seen = torch.where(self.start == _VERIFIED, self.position < verified[:, None], self.start == start[:, None])
+        return seen if window is None else seen & (position[:, None] - self.position < window)
 
 
 class Eagle3Drafter(Drafter):
-    """Drafts one sequence, in float32.
+    """Drafts one sequence, in float32; keeps nothing from call to call.
 
     Args:
         model: the draft; its trained parameters are read at every call.
         kept_ids: int64 [V_d], the target id of every draft id.
     """
 
+    #: Enough to make one product of each weight worth it, and few enough for their logits, [starts, K, V_d].
+    starts_at_once: ClassVar[int] = 64
+
     def __init__(self, model: Eagle3Draft, kept_ids: Tensor) -> None:
         self.model = model
         self.config = model.config
         self.kept_ids = kept_ids.to(model.fc.weight.device)
         self.head = model.lm_head.weight.detach().float()  # a copy only where it is stored in another dtype
-        self.verified: _Verified | None = None
 
-    def reset(self) -> None:
-        self.verified = None
-
-    @torch.no_grad()
     def propose(self, token_ids: Tensor, taps: Tensor, num_tokens: int, *, forced: Tensor | None = None) -> Tensor:
-        device = self.head.device
-        token_ids, taps = token_ids.to(device), taps.to(device, torch.float32)
         rows = token_ids.shape[0] - 1
         if taps.shape[0] != rows:
             raise ValueError(f"{rows} verified tokens need as many rows of features, got {taps.shape[0]}")
-        cache, done = self._resume(token_ids[1:], taps)
-        hidden = self._fused(taps[done:])
-        positions = torch.arange(done, rows, device=device)
-        hidden = self._layers(token_ids[1 + done :], hidden, positions, cache)[-1:]
-        self.verified = _Verified(token_ids[1:], taps, cache)
-        provisional = [_LayerCache(each.key, each.value) for each in cache]
-        logits = []
+        each = None if forced is None else forced[None]
+        return self.propose_each(token_ids, taps, [rows], num_tokens, forced=each)[0]
+
+    @torch.no_grad()
+    def propose_each(
+        self,
+        token_ids: Tensor,
+        taps: Tensor,
+        bonus: Sequence[int],
+        num_tokens: int,
+        *,
+        forced: Tensor | None = None,
+    ) -> Tensor:
+        device, window = self.head.device, self.config.sliding_window
+        verified = torch.tensor(list(bonus), device=device)  # rows before each bonus token
+        count = int(verified.max())
+        position, start = torch.arange(count, device=device), torch.arange(len(verified), device=device)
+        rows = _Rows(position, torch.full_like(position, _VERIFIED))
+        visible = rows.visible(position, rows.start, position + 1, window)
+        caches = self._empty_caches()
+        fused = self._fused(taps[:count].to(device, torch.float32))
+        hidden = self._layers(token_ids[1 : count + 1].to(device), fused, position, visible, caches)[verified - 1]
+        logits: list[Tensor] = []
         for step in range(num_tokens):
             normed = self._norm(hidden, self.model.norm.weight)
             logits.append(normed @ self.head.T)
             if step == num_tokens - 1:
                 break
-            token = self.kept_ids[logits[-1].argmax(-1)] if forced is None else forced[step : step + 1].to(device)
+            token = self.kept_ids[logits[-1].argmax(-1)] if forced is None else forced[:, step].to(device)
             fed_back = normed if self.model.options.norm_output else hidden
-            position = torch.tensor([rows + step], device=device)
-            hidden = self._layers(token, fed_back, position, provisional)
-        return torch.cat(logits)
+            position = verified + step
+            rows.add(position, start)
+            visible = rows.visible(position, start, verified, window)
+            hidden = self._layers(token, fed_back, position, visible, caches)
+        return torch.stack(logits, dim=1)
 
-    def _resume(self, token_ids: Tensor, taps: Tensor) -> tuple[list[_LayerCache], int]:
-        """The cache cut to the rows that this call shares with the last one; at least one row is left to compute."""
-        last, self.verified = self.verified, None  # forgotten, should this call fail half way
-        if last is None:
-            return self._empty_cache(), 0
-        common = min(len(token_ids) - 1, len(last.token_ids))
-        same = (token_ids[:common] == last.token_ids[:common]) & (taps[:common] == last.taps[:common]).all(-1)
-        done = int(same.long().cumprod(0).sum())
-        for each in last.layers:
-            each.cut(done)
-        return last.layers, done
-
-    def _empty_cache(self) -> list[_LayerCache]:
-        shape = (0, self.config.num_key_value_heads, self.config.head_dim)
-        return [
-            _LayerCache(torch.zeros(shape, device=self.head.device), torch.zeros(shape, device=self.head.device))
-            for _ in self.model.layers
-        ]
+    def _empty_caches(self) -> list[_LayerCache]:
+        empty = torch.zeros(0, self.config.num_key_value_heads, self.config.head_dim, device=self.head.device)
+        return [_LayerCache(empty, empty) for _ in self.model.layers]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         variance = (x * x).mean(-1, keepdim=True)
@@ -117,8 +134,10 @@ class Eagle3Drafter(Drafter):
             taps = torch.cat([self._norm(part, weight) for part, weight in zip(parts, weights, strict=True)], dim=-1)
         return taps @ model.fc.weight.T
 
-    def _layers(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: list[_LayerCache]) -> Tensor:
-        """Rows of (token, hidden) at *positions* through all layers; their keys and values join *cache*."""
+    def _layers(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor, caches: list[_LayerCache]
+    ) -> Tensor:
+        """Rows of (token, hidden) at *positions* through all layers; their keys and values join *caches*."""
         embedding = self.model.embed_tokens.weight[tokens].float()
         for index, layer in enumerate(self.model.layers):
             assert isinstance(layer, DraftLayer)
@@ -128,13 +147,15 @@ class Eagle3Drafter(Drafter):
                 residual = normed if self.model.options.norm_before_residual else hidden
             else:
                 inputs, residual = self._norm(hidden, layer.input_layernorm.weight), hidden
-            hidden = residual + self._attention(layer, inputs, positions, cache[index])
+            hidden = residual + self._attention(layer, inputs, positions, visible, caches[index])
             mlp, x = layer.mlp, self._norm(hidden, layer.post_attention_layernorm.weight)
             gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
             hidden = hidden + (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T
         return hidden
 
-    def _attention(self, layer: DraftLayer, inputs: Tensor, positions: Tensor, cache: _LayerCache) -> Tensor:
+    def _attention(
+        self, layer: DraftLayer, inputs: Tensor, positions: Tensor, visible: Tensor, cache: _LayerCache
+    ) -> Tensor:
         attention, config = layer.self_attn, self.config
         heads = (-1, config.num_attention_heads, config.head_dim)
         kv_heads = (-1, config.num_key_value_heads, config.head_dim)
@@ -145,11 +166,6 @@ class Eagle3Drafter(Drafter):
             key = self._norm(key, attention.k_norm.weight)
         cache.key = torch.cat((cache.key, self._turn(key, positions)))
         cache.value = torch.cat((cache.value, (inputs @ attention.v_proj.weight.T).view(kv_heads)))
-        key_positions = torch.arange(cache.key.shape[0], device=positions.device)
-        distance = positions[:, None] - key_positions[None, :]
-        visible = distance >= 0
-        if config.sliding_window is not None:
-            visible &= distance < config.sliding_window
         group = config.num_attention_heads // config.num_key_value_heads
         output = torch.empty_like(query)
         query = self._turn(query, positions)

@@ -17,6 +17,8 @@ __all__ = ["FileTransport"]
 
 #: A sample's share of a shard's header, measured: two tensors of 100 bytes and a checksum of 60.
 _INDEX_BYTES = 320
+#: What a loose file holds beyond that: the layout, and the header's alignment.
+_LOOSE_BYTES = 1024
 
 
 class FileTransport(HiddenStateTransport):
@@ -39,6 +41,15 @@ class FileTransport(HiddenStateTransport):
 
     def bytes_for(self, layout: StateLayout, tokens: int, samples: int) -> int:
         return wire.sample_bytes(layout, tokens) + _INDEX_BYTES * samples
+
+    def peak_bytes_for(self, layout: StateLayout, tokens: int, samples: int, *, longest: int) -> int:
+        """A shard is complete before the loose files of its samples are removed, so that one shard's are there twice.
+
+        A shard is closed by the sample that reaches its size.
+        """
+        rest = self.bytes_for(layout, tokens, samples)
+        shard = (self.options.shard_mebibytes << 20) + wire.sample_bytes(layout, longest)
+        return rest + min(rest, shard) + _LOOSE_BYTES * min(samples, self.options.loose_samples)
 
     def free_bytes(self) -> int | None:
         folder = self.folder.absolute()

@@ -15,7 +15,16 @@ from draftsmith.errors import ServingError
 from draftsmith.interfaces import StateLayout
 from draftsmith.serving.vllm_models import hands_out_hidden_states
 
-__all__ = ["CaptureEngine", "CaptureSetup", "Done", "Request", "batches_by_length", "choose_engine", "vllm_problem"]
+__all__ = [
+    "CaptureEngine",
+    "CaptureSetup",
+    "Done",
+    "Request",
+    "batches_by_length",
+    "choose_engine",
+    "verifier_problem",
+    "vllm_problem",
+]
 
 
 @frozen
@@ -116,21 +125,24 @@ def vllm_problem() -> str | None:
     return "the installed vLLM is too old: it has no method to extract hidden states"
 
 
+def verifier_problem(verifier: VerifierFacts) -> str | None:
+    """Why the installed vLLM cannot capture this *verifier*, or None. Imports neither."""
+    if hands_out_hidden_states(verifier.architectures) is False:
+        return f"the installed vLLM does not hand out the hidden states of {verifier.architectures[0]}"
+    return None
+
+
 def choose_engine(name: str, verifier: VerifierFacts | None = None) -> str:
     """``vllm`` or ``transformers``; ``auto`` is vllm where it can be used, for this *verifier* where one is given.
 
     Raises:
         ServingError: vllm is asked for and cannot be used.
     """
-    problem = vllm_problem() or (None if verifier is None else _verifier_problem(verifier))
+    problem, remedy = vllm_problem(), "install vLLM"
+    if problem is None and verifier is not None:
+        problem, remedy = verifier_problem(verifier), "install a version of vLLM whose class of that name does"
     if name == "auto":
         return "transformers" if problem else "vllm"
     if name == "vllm" and problem:
-        raise ServingError(problem, where="capture.engine", hint="install vLLM, or use engine: transformers")
+        raise ServingError(problem, where="capture.engine", hint=f"use engine: transformers, or {remedy}")
     return name
-
-
-def _verifier_problem(verifier: VerifierFacts) -> str | None:
-    if hands_out_hidden_states(verifier.architectures) is False:
-        return f"the installed vLLM does not hand out the hidden states of {verifier.architectures[0]}"
-    return None
