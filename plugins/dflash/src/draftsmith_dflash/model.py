@@ -122,7 +122,7 @@ class DFlashDraft(nn.Module, DraftArchitecture):
         weights, mlp = layer.self_attn.fused(self.compute_dtype), layer.mlp.fused(self.compute_dtype)
         size = self.config.query_size
         context_table, table = tables
-        projected = self._projected(index, hidden, weights.qkv, self.options.block_size)
+        projected = self._projected(layer.input_layernorm, hidden, weights.qkv, is_first=index == 0)
         query = layer.self_attn.query(projected[:, :size], weights, table)
         key, value = layer.self_attn.key_value(projected[:, size:], weights, table)
         context_projected = F.linear(context, weights.qkv[size:])
@@ -134,15 +134,14 @@ class DFlashDraft(nn.Module, DraftArchitecture):
         hidden = hidden + F.linear(attended, weights.o)
         return hidden + layer.mlp.apply_fused(layer.post_attention_layernorm(hidden), mlp)
 
-    def _projected(self, index: int, hidden: Tensor, weight: Tensor, block_size: int) -> Tensor:
+    def _projected(self, norm: RMSNorm, hidden: Tensor, weight: Tensor, *, is_first: bool) -> Tensor:
         """Queries, keys and values of all block rows, before norms and rotation, [n * B, q + 2 kv]."""
-        norm = self.layers[index].input_layernorm
-        if index:
+        if not is_first:
             return F.linear(norm(hidden), weight)
         # All mask rows enter the first layer alike: one stands for them.
-        by_block = hidden.unflatten(0, (-1, block_size))
+        by_block = hidden.view(-1, self.options.block_size, hidden.shape[-1])
         distinct = F.linear(norm(torch.cat((by_block[:, 0], by_block[0, 1:2]))), weight)
-        masks = distinct[-1].expand(by_block.shape[0], block_size - 1, -1)
+        masks = distinct[-1].expand(by_block.shape[0], by_block.shape[1] - 1, -1)
         return torch.cat((distinct[:-1, None], masks), 1).flatten(0, 1)
 
 
