@@ -38,9 +38,17 @@ class WeightedSum(ProbabilityLoss):
         return torch.stack([weight * loss.of_log_q(log_q, teacher) for loss, weight in self.terms]).sum(0)
 
     def with_gradient(self, draft: DraftChunk, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
-        total, gradient = torch.zeros_like(draft.q[:, 0]), torch.zeros_like(draft.q)
-        for loss, weight in self.terms:
-            value, part = loss.with_gradient(DraftChunk(draft.log_q.clone(), draft.q.clone()), teacher)
-            total.add_(value, alpha=weight)
-            gradient.add_(part, alpha=weight)
-        return total, gradient
+        *others, (last, weight) = self.terms
+        total: Tensor | None = None
+        gradient: Tensor | None = None
+        for loss, factor in others:
+            copy = DraftChunk(
+                *(each if name in loss.keeps else each.clone() for name, each in draft._asdict().items())
+            )
+            value, part = loss.with_gradient(copy, teacher)
+            total = value.mul_(factor) if total is None else total.add_(value, alpha=factor)
+            gradient = part.mul_(factor) if gradient is None else gradient.add_(part, alpha=factor)
+        value, part = last.with_gradient(draft, teacher)  # nobody needs the draft any more
+        if total is None or gradient is None:
+            return value.mul_(weight), part.mul_(weight)
+        return total.add_(value, alpha=weight), torch.add(gradient, part, alpha=weight, out=draft.q)
