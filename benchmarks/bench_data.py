@@ -28,11 +28,13 @@ MARKER = "complete.txt"
 
 
 def ensure_data(folder: Path, verifier: Path, conversations: Path, tokens: int) -> None:
-    """Write *folder*, with documents of at least *tokens* tokens, unless it is there already."""
-    wanted = f"{verifier.resolve()} {conversations.resolve()} {tokens}\n"
+    """Write *folder*, with documents of at least *tokens* tokens, unless it is there already, with as many or more."""
+    sources = [str(verifier.resolve()), str(conversations.resolve())]
     marker = folder / MARKER
-    if marker.exists() and marker.read_text() == wanted:
-        return
+    if marker.exists():
+        *written, count = marker.read_text().splitlines()
+        if written == sources and int(count) >= tokens:
+            return
     from datasets import Dataset
 
     rows = _encode(verifier, conversations)
@@ -69,7 +71,7 @@ def ensure_data(folder: Path, verifier: Path, conversations: Path, tokens: int) 
             folder / "dataset" / "hidden_states" / f"hs_{index}.safetensors",
         )
     save_file({"counts": counts}, folder / "counts.safetensors")
-    marker.write_text(wanted)
+    marker.write_text("\n".join([*sources, str(tokens)]))
 
 
 def _encode(verifier: Path, conversations: Path) -> list[EncodedRow]:

@@ -10,8 +10,8 @@ forward over all steps or blocks, loss, metrics, backward, clipping, AdamW. Ours
 `compute_dtype: auto` chooses; the peer in its default (bf16 autocast) and in float32, which is the faster one on CPUs
 without bf16 matrix instructions. After each case a line compares ours with the peer's *faster* dtype.
 
-Blocks hang on `--anchors` anchors of the row: ours have a budget per document, here the smallest with which the row
-has so many (`anchors` says how many it has); the peer draws so many from the row.
+Blocks hang on `--anchors` anchors of the row: ours have a budget per document, here the one that comes closest
+(`anchors` says how many there are); the peer draws so many from the row.
 
 The share of the matmul peak is (floating-point operations of the step's matrix products and attention, as torch's
 counter sees them) / (step time x rate of a 1024 x 576 x 8192 product measured beside it).
@@ -273,15 +273,13 @@ def chosen_options(arguments: argparse.Namespace, facts: Any, row: Any) -> dict[
 
 
 def budget_per_document(row: Any, anchors: int) -> int:
-    """The smallest number of anchors a document with which the row has *anchors*, or all that it can have."""
+    """The number of anchors a document with which the row comes closest to *anchors*."""
     from draftsmith.rows import supervised_run
 
     eligible = (supervised_run(row.loss_mask, row.document_ids) >= 2) & (row.position_ids > 0)
     each = [int(eligible[row.document_ids == document].sum()) for document in range(len(row.sample_ids))]
-    budget = 1
-    while sum(min(count, budget) for count in each) < min(anchors, sum(each)):
-        budget += 1
-    return budget
+    totals = [sum(min(count, budget) for count in each) for budget in range(1, max(each) + 1)]
+    return 1 + min(range(len(totals)), key=lambda place: abs(totals[place] - anchors))
 
 
 def matmul_rate(dtype: Any) -> float:

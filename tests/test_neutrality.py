@@ -41,6 +41,7 @@ PUBLIC_MODULES = (
     "draftsmith.layers",
     "draftsmith.losses",
     "draftsmith.masks",
+    "draftsmith.reference",
     "draftsmith.rows",
     "draftsmith.speculators",
     "draftsmith.stages",

@@ -296,8 +296,9 @@ def test_the_output_is_freed_with_its_last_reference() -> None:
         gc.enable()
 
 
-def test_bfloat16_products_keep_a_float32_loss() -> None:
-    case = make_case()
+@pytest.mark.parametrize("terms", [1, 2])
+def test_bfloat16_products_keep_a_float32_loss(terms: int) -> None:
+    case = make_case(terms=terms)
     teacher = Teacher(case.weights, case.vocabulary, device="cpu", compute_dtype=torch.bfloat16)
     half = attrs.evolve(case, teacher=teacher)
     expected, scored = reference(case, ForwardKL()), half.score(ForwardKL())

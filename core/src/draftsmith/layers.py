@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.interfaces import VerifierWeights, VocabularyMap
 from draftsmith.layer_config import LayerConfig
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "RotaryTable",
+    "Weight",
+    "draft_head",
     "initialise",
     "rms_norm",
     "rotate",
@@ -235,32 +238,58 @@ class Mlp(nn.Module):
     @staticmethod
     def apply_fused(x: Tensor, weights: MlpWeights) -> Tensor:
         """SwiGLU of x [T, H] with fused weights."""
-        product: Tensor = _SwiGlu.apply(F.linear(x, weights.gate_up))  # type: ignore[no-untyped-call]
-        return F.linear(product, weights.down)
+        gate_up = F.linear(x, weights.gate_up)
+        output: Tensor = _GatedDown.apply(gate_up, weights.down)  # type: ignore[no-untyped-call]
+        return output
 
     def forward(self, x: Tensor) -> Tensor:
         return self.apply_fused(x, self.fused(x.dtype))
 
 
-class _SwiGlu(torch.autograd.Function):
-    """silu(gate) · up of [T, 2 I], that keeps only its input for the backward pass, not silu(gate) as well."""
+class _GatedDown(torch.autograd.Function):
+    """down(silu(gate) · up) of [T, 2 I], that keeps its input for the backward pass and not the product [T, I]."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
+    def forward(ctx: Any, gate_up: Tensor, down: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, down)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return F.linear(F.silu(gate).mul_(up), down)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate_up, down = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
-        result = torch.empty_like(gate_up)
-        grad_gate, grad_up = result.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grad, out=grad_up)
-        torch.ops.aten.silu_backward(grad * up, gate, grad_input=grad_gate)
-        return result
+        grad_input = grad_down = None
+        active = F.silu(gate)
+        if ctx.needs_input_grad[1]:
+            grad_down = grad.t() @ (active * up)
+        if ctx.needs_input_grad[0]:
+            product = grad @ down
+            grad_input = torch.empty_like(gate_up)
+            grad_gate, grad_up = grad_input.chunk(2, dim=-1)
+            torch.mul(active, product, out=grad_up)
+            torch.ops.aten.silu_backward(product.mul_(up), gate, grad_input=grad_gate)
+        return grad_input, grad_down
+
+
+class Weight(nn.Module):
+    """A matrix under the name that its module has in the verifier: the verifier's, frozen, or the draft's own."""
+
+    def __init__(self, weight: Tensor, *, trained: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=trained)
+
+
+def draft_head(weights: VerifierWeights, vocabulary: VocabularyMap, compute_dtype: torch.dtype) -> Tensor:
+    """The verifier's head restricted to the draft vocabulary [V_d, H_t], in a dtype that loses nothing.
+
+    That is the compute dtype where the verifier stores it so, else float32; the tensor itself where nothing changes.
+    """
+    head = weights.lm_head.detach()
+    if not vocabulary.is_identity:
+        head = head[vocabulary.kept_ids().to(head.device)]
+    return head if head.dtype == compute_dtype else head.float()
 
 
 def initialise(module: nn.Module, std: float) -> None:

@@ -145,12 +145,15 @@ def test_vllm_is_asked_for_the_right_thing(case: AlgorithmCase, material: Materi
     plan = case.format.serving(written(case))
     assert (plan.method, plan.num_speculative_tokens, plan.needs_v2_runner) == ("dspark", 4, True)
     assert plan.unservable is None
+    assert any("enable_adaptive_verification" in each for each in plan.notes)
     for options, reason in (
         ({"markov_head": "rnn"}, "kind rnn"),
         ({"markov_rank": 0, "confidence_with_markov": False}, "markov_rank 0"),
     ):
         other = tiny_case(material, "dspark", options={**SMALL, **options})
-        assert reason in str(other.format.serving(written(other)).unservable)
+        plan = other.format.serving(written(other))
+        assert reason in str(plan.unservable)
+        assert not plan.notes
 
 
 # --- lint -------------------------------------------------------------------------------------------------------

@@ -269,3 +269,29 @@ def test_the_mask_gets_the_window_that_the_config_says() -> None:
     registered = load_plugins().algorithms.get("eagle3")
     assert registered.window(registered.options(sliding_window=7)) == 7
     assert registered.window(registered.options()) is None
+
+
+# --- beginning from another checkpoint --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm_output": False}, "norm_output is False, the other's True"),
+        ({"norm_before_fc": False, "fc_norm": True}, "fc_norm is True, the other's False"),
+        ({"num_layers": 2}, "num_layers is 2, the other's 1"),
+        ({"layer_type": "qwen3"}, "layer_type is qwen3, the other's llama"),
+        ({"sliding_window": 9}, "sliding_window is 9, the other's None"),
+        ({"layer_overrides": {"num_key_value_heads": 4}}, "num_key_value_heads is 4"),
+    ],
+)
+def test_training_cannot_begin_from_another_network(
+    case: AlgorithmCase, options: dict[str, Any], message: str
+) -> None:
+    """Most of these have tensors of the same shapes."""
+    config = case.format.config(context(case))
+    verifier = case.algorithm.setup.verifier
+    found = case.format.warm_start_problems(config, Eagle3Options(**options), verifier)
+    assert any(message in each.what and each.hint for each in found), found
+    # more steps, or less weight on the later ones, can be trained from it
+    assert not case.format.warm_start_problems(config, Eagle3Options(ttt_steps=7, step_decay=1.0), verifier)

@@ -296,8 +296,7 @@ class _Scorer:
             for slots in groups:
                 logits = buffers.logits[: slots.shape[0]]
                 gathered = [each[slots].to(dtype) for each in inputs]
-                for place, (x, weight) in enumerate(zip(gathered, weights, strict=True)):
-                    _project(x, weight, logits, add=place > 0)
+                _project_sum(gathered, weights, logits)
                 self._score(slots, logits, teaching, buffers, wants_grad)
                 if not wants_grad:
                     continue
@@ -445,14 +444,19 @@ def _common_factor(grad_loss: Tensor, expected: Tensor | None) -> Tensor | None:
 # --- products and sizes -----------------------------------------------------------------------------------------
 
 
-def _project(x: Tensor, weight: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """float32 x @ weight.T; into *out*, or added to it."""
-    if out is None:
-        return (x @ weight.t()).float()
-    if x.dtype != out.dtype:
-        product = x @ weight.t()
-        return out.add_(product) if add else out.copy_(product)
-    return out.addmm_(x, weight.t()) if add else torch.mm(x, weight.t(), out=out)
+def _project(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """float32 x @ weight.T; into *out*, where one is given."""
+    return (x @ weight.t()).float() if out is None else _project_sum([x], [weight], out)
+
+
+def _project_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor) -> Tensor:
+    """The sum of x @ weight.T into *out*, float32. Narrower products are summed in their dtype, as vLLM does."""
+    (x, *others), (weight, *other_weights) = inputs, weights
+    narrow = x.dtype != out.dtype
+    total = x @ weight.t() if narrow else torch.mm(x, weight.t(), out=out)
+    for x, weight in zip(others, other_weights, strict=True):
+        total.addmm_(x, weight.t())
+    return out.copy_(total) if narrow else out
 
 
 def _accumulate(target: Tensor, gradient: Tensor, x: Tensor) -> None:

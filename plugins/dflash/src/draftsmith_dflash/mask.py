@@ -2,7 +2,7 @@
 
 A row of a block with anchor p sees the context rows before p of its document (those whose features exist when x_p is
 the newest token), within the layer's window, and the rows of its own block: all of them, or, in a causal layer, those
-up to its own. That are the core's rules ``anchored`` and ``anchored_causal``, for which it has a block-sparse form;
+up to its own. Those are the core's rules ``anchored`` and ``anchored_causal``, for which it has a block-sparse form;
 any other rule is attended densely.
 """
 

@@ -18,20 +18,12 @@ from torch.nn import functional as F
 
 from draftsmith.interfaces import AlgorithmSetup, DraftArchitecture
 from draftsmith.layer_config import LayerConfig
-from draftsmith.layers import Attention, Mlp, RMSNorm, RotaryEmbedding, RotaryTable, initialise
+from draftsmith.layers import Attention, Mlp, RMSNorm, RotaryEmbedding, RotaryTable, Weight, draft_head, initialise
 from draftsmith_dflash.batch import Batch
 from draftsmith_dflash.mask import Attend
 from draftsmith_dflash.options import BlockOptions, layer_attention, layer_config
 
 __all__ = ["DFlashDraft"]
-
-
-class Matrix(nn.Module):
-    """A matrix under the name that its module has in the verifier: the verifier's, frozen, or the draft's own."""
-
-    def __init__(self, weight: Tensor, *, trained: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=trained)
 
 
 class DraftLayer(nn.Module):
@@ -62,15 +54,15 @@ class DFlashDraft(nn.Module, DraftArchitecture):
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.is_shared = width == setup.verifier.hidden_size
         embedding = setup.weights.embed_tokens.detach()
-        head = _head(setup)
+        head = draft_head(setup.weights, setup.vocabulary, setup.compute_dtype)
         if not self.is_shared:
             embedding, head = (torch.empty(each.shape[0], width) for each in (embedding, head))
-        self.embed_tokens = Matrix(embedding, trained=not self.is_shared)
+        self.embed_tokens = Weight(embedding, trained=not self.is_shared)
         self.fc = nn.Linear(len(setup.capture.layer_ids) * setup.verifier.hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
         self.layers = nn.ModuleList(DraftLayer(self.config) for _ in range(self.config.num_layers))
         self.norm = RMSNorm(width, eps)
-        self.lm_head = Matrix(head, trained=not self.is_shared)
+        self.lm_head = Weight(head, trained=not self.is_shared)
         self.rotary = RotaryEmbedding(self.config)
         self.attention = layer_attention(options)
         initialise(self, options.initializer_range)
@@ -122,7 +114,7 @@ class DFlashDraft(nn.Module, DraftArchitecture):
         weights, mlp = layer.self_attn.fused(self.compute_dtype), layer.mlp.fused(self.compute_dtype)
         size = self.config.query_size
         context_table, table = tables
-        projected = F.linear(layer.input_layernorm(hidden), weights.qkv)
+        projected = self._projected(layer.input_layernorm, hidden, weights.qkv, is_first=index == 0)
         query = layer.self_attn.query(projected[:, :size], weights, table)
         key, value = layer.self_attn.key_value(projected[:, size:], weights, table)
         context_projected = F.linear(context, weights.qkv[size:])
@@ -134,13 +126,12 @@ class DFlashDraft(nn.Module, DraftArchitecture):
         hidden = hidden + F.linear(attended, weights.o)
         return hidden + layer.mlp.apply_fused(layer.post_attention_layernorm(hidden), mlp)
 
-
-def _head(setup: AlgorithmSetup) -> Tensor:
-    """The verifier's head restricted to the draft vocabulary, in a dtype that loses nothing.
-
-    That is the compute dtype where the verifier stores it so, else float32; the tensor itself where nothing changes.
-    """
-    head = setup.weights.lm_head.detach()
-    if not setup.vocabulary.is_identity:
-        head = head[setup.vocabulary.kept_ids().to(head.device)]
-    return head if head.dtype == setup.compute_dtype else head.float()
+    def _projected(self, norm: RMSNorm, hidden: Tensor, weight: Tensor, *, is_first: bool) -> Tensor:
+        """Queries, keys and values of all block rows, before norms and rotation, [n * B, q + 2 kv]."""
+        if not is_first:
+            return F.linear(norm(hidden), weight)
+        # All mask rows enter the first layer alike: one stands for them.
+        by_block = hidden.view(-1, self.options.block_size, hidden.shape[-1])
+        distinct = F.linear(norm(torch.cat((by_block[:, 0], by_block[0, 1:2]))), weight)
+        masks = distinct[-1].expand(by_block.shape[0], by_block.shape[1] - 1, -1)
+        return torch.cat((distinct[:-1, None], masks), 1).flatten(0, 1)

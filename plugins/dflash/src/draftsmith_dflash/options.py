@@ -311,8 +311,8 @@ def _full_attention_problems(options: BlockOptions) -> Iterator[Problem]:
         )
     outside = [index for index in indices if not 0 <= index < options.num_layers]
     if outside:
-        what = f"the draft has no layers {outside}: they are counted from 0 to {options.num_layers - 1}"
-        yield Problem(what, where=where)
+        hint = f"layers are counted from 0 to {options.num_layers - 1} (num_layers: {options.num_layers})"
+        yield Problem(f"the draft has no layers {outside}", where=where, hint=hint)
     elif options.sliding_window is None or not any(_slides(options, index) for index in range(options.num_layers)):
         what = "no layer slides, so that all of them see everything"
         yield Problem(what, where=where, hint="leave it out, and sliding_window too; or let some layer slide")

@@ -16,6 +16,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from draftsmith import reference
 from draftsmith.interfaces import Drafter
 from draftsmith_dflash.model import DFlashDraft, DraftLayer
 from draftsmith_dflash.options import LayerAttention, Layout
@@ -77,9 +78,8 @@ class BlockDrafter(Drafter):
             assert isinstance(layer, DraftLayer)
             normed = self._norm(hidden, layer.input_layernorm.weight)
             hidden = hidden + self._attention(layer, normed, positions, cache, kind)
-            mlp, x = layer.mlp, self._norm(hidden, layer.post_attention_layernorm.weight)
-            gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
-            hidden = hidden + (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T
+            normed = self._norm(hidden, layer.post_attention_layernorm.weight)
+            hidden = hidden + reference.feed_forward(normed, layer.mlp)
         return self._norm(hidden[unused:], self.model.norm.weight)
 
     def _verify(self, taps: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -105,15 +105,14 @@ class BlockDrafter(Drafter):
         return nothing, nothing
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        variance = (x * x).mean(-1, keepdim=True)
-        return x / torch.sqrt(variance + self.config.rms_norm_eps) * weight
+        return reference.norm(x, weight, self.config.rms_norm_eps)
 
     def _key_value(self, layer: DraftLayer, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         attention = layer.self_attn
         assert attention.k_norm is not None
         heads = (-1, self.config.num_key_value_heads, self.config.head_dim)
         key = self._norm((inputs @ attention.k_proj.weight.T).view(heads), attention.k_norm.weight)
-        return self._turn(key, positions), (inputs @ attention.v_proj.weight.T).view(heads)
+        return reference.turn(key, positions, self.model.rotary), (inputs @ attention.v_proj.weight.T).view(heads)
 
     def _attention(
         self,
@@ -126,7 +125,7 @@ class BlockDrafter(Drafter):
         attention, config = layer.self_attn, self.config
         assert attention.q_norm is not None
         query = (inputs @ attention.q_proj.weight.T).view(-1, config.num_attention_heads, config.head_dim)
-        query = self._turn(self._norm(query, attention.q_norm.weight), positions)
+        query = reference.turn(self._norm(query, attention.q_norm.weight), positions, self.model.rotary)
         own_key, own_value = self._key_value(layer, inputs, positions)
         key, value = torch.cat((cache[0], own_key)), torch.cat((cache[1], own_value))
         # The cache holds every position before the bonus token; the rows follow.
@@ -137,19 +136,4 @@ class BlockDrafter(Drafter):
         if kind.window is not None:
             # As wide to both sides where attention is not causal (vLLM's _maybe_symmetrize_window).
             visible &= distance.abs() < kind.window
-        group = config.num_attention_heads // config.num_key_value_heads
-        output = torch.empty_like(query)
-        for head in range(config.num_attention_heads):
-            scores = query[:, head] @ key[:, head // group].T * config.head_dim**-0.5
-            weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
-            output[:, head] = weights @ value[:, head // group]
-        return output.flatten(1) @ attention.o_proj.weight.T
-
-    def _turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding as a product of complex numbers: (first half + i · second half) · exp(i · angle)."""
-        rotary = self.model.rotary
-        angle = positions[:, None] * rotary.inverse_frequency
-        turn = torch.polar(torch.full_like(angle, rotary.scaling), angle)[:, None]
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.complex(first, second) * turn
-        return torch.cat((turned.real, turned.imag), dim=-1)
+        return reference.attention(query, key, value, visible) @ attention.o_proj.weight.T

@@ -112,8 +112,9 @@ class DSparkCheckpoint(BlockCheckpoint):
         return super().capture(_translated(config), verifier)
 
     def serving(self, config: Mapping[str, Any]) -> ServingPlan:
-        """Model runner V2 only; see the linter for what it loads."""
-        return evolve(super().serving(config), needs_v2_runner=True, unservable=_why_unservable(config))
+        """Model runner V2 only, and only the vanilla Markov head."""
+        plan, reason = super().serving(config), _why_unservable(config)
+        return evolve(plan, needs_v2_runner=True, unservable=reason, notes=() if reason else tuple(_notes(config)))
 
     # --- beginning from another checkpoint ----------------------------------------------------------------------
 
@@ -203,6 +204,12 @@ def _sliding_layers_are_causal(config: Mapping[str, Any]) -> bool:
 
 def _slides(config: Mapping[str, Any]) -> bool:
     return "sliding_attention" in (layers_of(config).get("layer_types") or ())
+
+
+def _notes(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("enable_confidence_head"):
+        yield 'Its confidence head is used with `"enable_adaptive_verification": true` in the speculative config.'
+    yield 'Where tokens are sampled, `"draft_sample_method": "probabilistic"` gets more of them accepted.'
 
 
 def _why_unservable(config: Mapping[str, Any]) -> str | None:
