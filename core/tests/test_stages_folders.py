@@ -83,6 +83,36 @@ def test_a_reopened_stage_is_resumed(tmp_path: Path) -> None:
     assert Stage("capture", tmp_path).begin({"a": 1}) == "resume"
 
 
+def test_of_several_processes_of_a_run_the_first_holds_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with sole_writer(tmp_path):
+        monkeypatch.setenv("RANK", "3")
+        with sole_writer(tmp_path):
+            pass
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(OutputError, match="at work"), sole_writer(tmp_path):
+            raise AssertionError("both hold it")
+
+
+def test_a_process_group_knows_better_than_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher of another kind may set no RANK at all."""
+    ranks = """
+import os, sys, torch.distributed as dist
+from draftsmith.stages import is_first_rank
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+assert is_first_rank() == (rank == 0)
+dist.destroy_process_group()
+assert is_first_rank()
+"""
+    monkeypatch.delenv("RANK", raising=False)
+    command = [sys.executable, "-c", ranks]
+    started = [subprocess.Popen([*command, str(rank), str(tmp_path / "meeting")]) for rank in range(2)]
+    assert [process.wait(timeout=60) for process in started] == [0, 0]
+
+
 WRITERS = {
     "json": lambda path, value: write_json_atomically(path, value),
     "text": lambda path, value: write_text_atomically(path, str(value)),

@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 
 from draftsmith.errors import DataError, SampleCorrupt, SampleMissing
-from draftsmith.interfaces import HiddenStateReader, HiddenStateSample
+from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, StateLayout
 from draftsmith.train.rows import (
     Document,
     Order,
@@ -68,6 +68,8 @@ class Memory(HiddenStateReader):
 
 
 class States:
+    layout = StateLayout(fingerprint="f", layer_ids=tuple(range(A + 1)), hidden_size=H, dtype="bfloat16")
+
     def __init__(self, samples):
         self.reader = Memory(samples)
 
@@ -186,7 +188,23 @@ def test_a_bad_sample_stops_or_is_skipped_by_policy():
     assert loaded.row.sample_ids == ("2",)
     assert loaded.skipped == (("1", "sample 1: not there"),)
     nothing = loader(rows, [], bad_samples="skip")([0, 1])
-    assert (nothing.row, nothing.tokens, len(nothing.skipped)) == (None, 0, 2)
+    assert (nothing.tokens, len(nothing.skipped)) == (0, 2)
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_a_row_of_which_nothing_could_be_read_is_padding_of_the_same_form(statistics):
+    rows = Rows([make_row("1", 4), make_row("2", 3)])
+    read = loader(rows, [make_sample(each) for each in rows], statistics=statistics)([0, 1]).row
+    row = loader(rows, [], bad_samples="skip", statistics=statistics)([0, 1]).row
+    assert row.document_ids.tolist() == [-1]
+    assert row.sample_ids == ()
+    assert not row.loss_mask.any()
+    for field in attrs.fields(type(row)):
+        ours, usual = getattr(row, field.name), getattr(read, field.name)
+        if isinstance(usual, torch.Tensor):
+            assert (ours.dtype, ours.shape[1:]) == (usual.dtype, usual.shape[1:]), field.name
+        else:
+            assert field.name == "sample_ids" or ours is usual is None
 
 
 def test_states_of_other_tokens_are_corrupt():

@@ -30,7 +30,7 @@ from draftsmith.errors import (
 from draftsmith.hookspecs import hookimpl
 from draftsmith.stages import Stage
 from draftsmith.testing.verifiers import make_tiny_verifier
-from draftsmith.train import loop
+from draftsmith.train import loop, step
 from draftsmith.train.run import prepare_training, run_train, train_fingerprint
 
 pytestmark = pytest.mark.slow
@@ -177,11 +177,11 @@ def test_validation_leaves_no_trace(run):
     assert [module.training for module in model.modules()] == modes
 
 
-def damage(resolved, count):
-    """Cut the states' files of *count* training samples."""
+def damage(resolved, count, table="train"):
+    """Cut the states' files of *count* samples."""
     from draftsmith.data.dataset import open_prepared
 
-    names = open_prepared(resolved.folders.prepared).train.sample_ids[:count]
+    names = getattr(open_prepared(resolved.folders.prepared), table).sample_ids[:count]
     for name in names:
         (path,) = resolved.folders.states.rglob(f"{name}.safetensors")
         with open(path, "r+b") as file:
@@ -199,6 +199,31 @@ def test_a_bad_sample_stops_the_run_by_name_or_is_skipped_and_counted(run):
     record = run_train(run(epochs=1, bad_samples="skip"), Console(file=text, width=200))
     assert sorted(record.summary["skipped"]) == sorted(names)
     assert all(text.getvalue().count(f"sample {name}: ") == 1 for name in names)
+
+
+def test_rows_of_which_nothing_can_be_read_are_steps_all_the_same(run, monkeypatch):
+    """The forward runs for every row: whoever trains with others must not be missed in one."""
+    resolved = run(epochs=1, bad_samples="skip", tokens_per_row=64, rows_per_step=2, validate_every=1)
+    names = damage(resolved, 20)
+    damage(resolved, 1000, "validation")
+    training = prepare_training(resolved)
+    ids = training.load._table.sample_ids
+    lost = [bin_ for bin_ in training.order.bins if all(ids[index] in names for index in bin_)]
+    assert lost
+    scored = []
+    score_row = step.score_row
+
+    def watched(objective, row, generator):
+        score = score_row(objective, row, generator)
+        scored.append((len(row.sample_ids), score.value.requires_grad or not torch.is_grad_enabled()))
+        return score
+
+    monkeypatch.setattr(step, "score_row", watched)
+    record = run_train(resolved)
+    assert set(names) <= set(record.summary["skipped"])
+    assert len(scored) == len(training.order.bins)
+    assert sum(samples == 0 for samples, _ in scored) == len(lost)
+    assert all(takes_part for _, takes_part in scored)
 
 
 def test_what_is_bad_is_captured_anew_at_the_next_start(run):

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from draftsmith.errors import NumericsError
-from draftsmith.interfaces import DraftSlots
+from draftsmith.interfaces import DraftSlots, StateLayout
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.train import scoring
 from draftsmith.train.metrics import divide
+from draftsmith.train.rows import padding_row, to_device
 from draftsmith.train.step import reduce_loss, score_row, train_step
 
 TOY = Path(__file__).parent / "toy"
@@ -183,6 +184,65 @@ def test_a_row_without_a_supervised_slot_is_a_zero_loss_that_changes_nothing(cas
     assert (result.updated, result.gradient_norm) == (False, 0.0)
     assert same(before, weights(objective.model))
     assert not optimizers.state_tensors()
+
+
+def out_of_vocabulary(row, setup):
+    """*row*, with a teacher whose every token the draft cannot propose."""
+    lost = int((~setup.vocabulary.t2d).nonzero()[0])
+    tokens = len(row.input_ids)
+    return attrs.evolve(row, teacher_token=torch.full((tokens,), lost), teacher_logsumexp=torch.full((tokens,), 50.0))
+
+
+def padding(setup):
+    layout = StateLayout(
+        fingerprint="f",
+        layer_ids=setup.capture.ids(setup.verifier.num_layers),
+        hidden_size=setup.verifier.hidden_size,
+        dtype="bfloat16",
+    )
+    return to_device(padding_row(layout), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("reduction", ["masked_mean", "weighted_mean", "local_mean"])
+@pytest.mark.parametrize("kind", ["unsupervised", "out of vocabulary", "padding"])
+def test_where_no_position_counts_every_weight_has_a_gradient_of_zero_and_stays(case, verifier, reduction, kind):
+    """Ranks add up their gradients: one with nothing to learn must have one of every weight all the same."""
+    setup = case.setup(verifier, dropout=0.0, starts=1.0, draft_size=32)
+    full = case.row(setup)
+    nothing = {
+        "unsupervised": attrs.evolve(full, loss_mask=torch.zeros(21, dtype=torch.bool)),
+        "out of vocabulary": out_of_vocabulary(full, setup),
+        "padding": padding(setup),
+    }[kind]
+    objective = case.objective(setup, reduction=reduction, out_of_vocabulary="mask")
+    optimizers = case.optimizers(objective.model, setup.verifier)
+    optimizers.set_rate(1.0)
+    score = score_row(objective, nothing, case.generators(1)[0])
+    assert (score.value.item(), score.counted.item()) == (0.0, 0.0)
+    score.value.backward()
+    trained = [each for each in objective.model.parameters() if each.requires_grad]
+    assert all(each.grad is not None and not each.grad.any() for each in trained)
+    # The moments of an earlier step would move the weights in a step of nothing.
+    assert train_step(objective, optimizers, [full], case.generators(1), clip_norm=1.0).updated
+    before, moments = weights(objective.model), weights_of(optimizers)
+    result = train_step(objective, optimizers, [nothing], case.generators(1), clip_norm=1.0)
+    assert (result.updated, result.gradient_norm) == (False, 0.0)
+    assert same(before, weights(objective.model))
+    assert same(moments, weights_of(optimizers))
+
+
+@pytest.mark.parametrize(("kind", "share"), [("unsupervised", 0.5), ("padding", 1.0)])
+def test_a_mean_over_all_positions_counts_those_of_a_row_without_targets(case, setup, kind, share):
+    """But not the padding of a row that could not be read: nobody has seen those."""
+    full = case.row(setup)
+    empty = attrs.evolve(full, loss_mask=torch.zeros(21, dtype=torch.bool)) if kind == "unsupervised" else None
+    objective = case.objective(setup, reduction="local_mean")
+    optimizers = case.optimizers(objective.model, setup.verifier)
+    optimizers.set_rate(0.0)
+    alone = train_step(objective, optimizers, [full], case.generators(1), clip_norm=1e9)
+    both = train_step(objective, optimizers, [full, empty or padding(setup)], case.generators(2), clip_norm=1e9)
+    assert both.gradient_norm == pytest.approx(share * alone.gradient_norm, rel=1e-5)
+    assert divide(both.pairs)["loss"] == pytest.approx(share * divide(alone.pairs)["loss"], rel=1e-5)
 
 
 def test_an_empty_row_beside_a_full_one_changes_nothing_of_the_full_ones_step(case, setup):

@@ -317,7 +317,11 @@ class DraftAlgorithm(ABC):
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> DraftSlots:
-        """The training forward over all steps of one row."""
+        """The training forward over all steps of one row.
+
+        It is called for every row, also for one that trains nothing, down to a single token of padding: then it lists
+        no slot. Processes that train one draft together wait for each other in it.
+        """
 
     def weights(self, slots: DraftSlots, scored: ScoredSlots, counted: Tensor) -> Tensor:
         """The position weights, where they depend on what the draft gets right: float32 [N], without gradient.

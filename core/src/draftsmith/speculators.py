@@ -9,7 +9,7 @@ A plugin's format derives from :class:`SpeculatorsFormat`, and says what is spec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from attrs import evolve
@@ -72,11 +72,14 @@ class SpeculatorsFormat(CheckpointFormat):
         method: vLLM's name of what serves it.
         skipped: parts of names of tensors that vLLM's loader passes over.
         renamed: part of a name in other checkpoints → what vLLM's loader reads it as.
+        prefix: of names in other projects' checkpoints, taken off where such are read. vLLM's loader adds ``model.``
+            itself, and knows no name in a file that has it already, so lint leaves it where it is.
     """
 
     method: ClassVar[str]
     skipped: ClassVar[tuple[str, ...]] = _ROTARY_TABLES
     renamed: ClassVar[Mapping[str, str]] = {"midlayer.": "layers.0."}
+    prefix: ClassVar[str] = "model."
 
     def tensors(self, model: nn.Module, context: ExportContext) -> dict[str, Tensor]:
         """All of the model's tensors, without those that vLLM shares with the verifier, and the vocabulary map."""
@@ -92,24 +95,30 @@ class SpeculatorsFormat(CheckpointFormat):
         return tensors
 
     def as_loaded(self, config: Mapping[str, Any], present: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        layers = LayerConfig.from_dict(layers_of(config))
+        parts = self._loaded({name: spec.shape for name, spec in present.items()}, config)
         return {
-            part.name: evolve(spec, shape=(part.end - part.begin, *spec.shape[1:])) if spec.shape else spec
-            for name, spec in present.items()
-            for part in self._parts(name, spec.shape[0] if spec.shape else 0, layers)
+            part.name: evolve(present[name], shape=(part.end - part.begin, *present[name].shape[1:]))
+            if present[name].shape
+            else present[name]
+            for name, part in parts
         }
+
+    def passed_over(self, config: Mapping[str, Any], names: Iterable[str]) -> Sequence[str]:
+        """Those of *names*, as in :meth:`as_loaded`, that vLLM knows and loads into nothing; lint reports them."""
+        return ()
 
     def load(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         import torch
 
         state = model.state_dict()
-        layers = LayerConfig.from_dict(layers_of(config))
         shared = _shared_names(model)
+        stored = {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}
         given = {
-            part.name: tensor[part.begin : part.end] if tensor.dim() else tensor
-            for name, tensor in tensors.items()
-            for part in self._parts(name.removeprefix("model."), tensor.shape[0] if tensor.dim() else 0, layers)
+            part.name: stored[name][part.begin : part.end] if stored[name].dim() else stored[name]
+            for name, part in self._loaded({name: tensor.shape for name, tensor in stored.items()}, config)
         }
+        for name in self.passed_over(config, given):
+            del given[name]
         mapping = {name: given.pop(name) for name in ("d2t", "t2d") if name in given}
         _check_names(given, set(state), shared)
         size = state[_HEAD].shape[0]
@@ -138,12 +147,25 @@ class SpeculatorsFormat(CheckpointFormat):
             )
         return ServingPlan(method=self.method, num_speculative_tokens=tokens)
 
+    def _loaded(self, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> Iterator[tuple[str, _Part]]:
+        """(stored name, part) of what vLLM's loader takes of stored tensors; what it skips is left out.
+
+        The vocabulary map has a name of its own in vLLM, under which it passes a stored one over, unless ``d2t`` is
+        stored as well.
+        """
+        layers = LayerConfig.from_dict(layers_of(config))
+        has_map = any("d2t" in name for name in shapes)
+        for name, shape in shapes.items():
+            if "draft_id_to_target_id" not in name or has_map:
+                for part in self._parts(name, int(shape[0]) if len(shape) else 0, layers):
+                    yield name, part
+
     def _parts(self, name: str, rows: int, layers: LayerConfig) -> Iterator[_Part]:
         """What vLLM's loader makes of a stored tensor of so many rows: nothing of one that it skips, one part of most.
 
         Projections may be stored fused, as vLLM holds them; wrong sizes then show in the first part.
         """
-        if any(each in name for each in self.skipped):
+        if any(each in name for each in self.skipped) or ("t2d" in name and name != "t2d"):
             return
         for theirs, ours in self.renamed.items():
             name = name.replace(theirs, ours)
@@ -260,10 +282,13 @@ def _check_names(given: Mapping[str, Any], have: set[str], shared: set[str]) -> 
     problems = {"unknown": sorted(set(given) - have), "missing": sorted(have - set(given) - shared)}
     found = [f"{len(names)} {kind}, such as {names[0]}" for kind, names in problems.items() if names]
     if found:
+        prefixed = any(name.startswith("model.") for name in problems["unknown"])
         raise CheckpointError(
             f"tensors: {'; '.join(found)}",
             where="model.safetensors",
-            hint="do configuration and tensors belong together? `draftsmith lint` compares all of them",
+            hint="vLLM knows no names with a prefix 'model.': take it off"
+            if prefixed
+            else "do configuration and tensors belong together? `draftsmith lint` compares all of them",
         )
 
 

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ __all__ = [
     "atomically",
     "differences",
     "digest",
+    "is_first_rank",
     "sole_writer",
     "write_error",
     "write_json_atomically",
@@ -130,16 +132,27 @@ def _system_code(error: BaseException) -> int | None:
     return int(found.group(1)) if found else None
 
 
+def is_first_rank() -> bool:
+    """Whether this process is alone, or the first of several that work on one run (torch.distributed, torchrun)."""
+    distributed = sys.modules.get("torch.distributed")  # whoever uses it has imported it
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank()) == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextlib.contextmanager
 def sole_writer(output: Path) -> Iterator[None]:
     """Hold a run's output folder: two commands at work there would remove each other's files.
 
-    The system lets go of it however the process ends, so that a killed run leaves nothing to clear up. Where the file
-    system knows no locks, nothing is held.
+    Of several processes of one run the first holds it for all. The system lets go of it however the process ends, so
+    that a killed run leaves nothing to clear up. Where the file system knows no locks, nothing is held.
 
     Raises:
         OutputError: another command is at work there, or the folder cannot be written to.
     """
+    if not is_first_rank():
+        yield
+        return
     try:
         file = open(output / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
     except OSError as error:

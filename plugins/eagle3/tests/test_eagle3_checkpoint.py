@@ -195,6 +195,49 @@ def test_tensors_that_do_not_fit_are_refused(case: AlgorithmCase, change: str) -
         case.format.load(model, tensors, case.format.config(context(case)))
 
 
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        (lambda tensors: {f"model.{name}": each for name, each in tensors.items()}, False),
+        (lambda tensors: {**tensors, "layers.0.mlp.down_proj.bias": torch.ones(64)}, True),
+        (lambda tensors: {**tensors, "midlayer.self_attn.qkv_proj.bias": torch.ones(128)}, True),
+        (lambda tensors: {**tensors, "layers.3.mlp.down_proj.bias": torch.ones(64)}, False),
+        (lambda tensors: {**tensors, "verifier.t2d": torch.ones(3)}, True),
+        (lambda tensors: {**tensors, "draft_id_to_target_id": torch.ones(64)}, False),  # beside d2t
+    ],
+    ids=["model. before all", "bias", "fused bias", "bias of no layer", "another t2d", "the map twice"],
+)
+def test_lint_and_loading_agree_on_names(case: AlgorithmCase, change: Callable[[Any], Any], taken: bool) -> None:
+    """What vLLM's loader really does with these names is asked in test_eagle3_vllm_contract.py."""
+    config = case.format.config(context(case))
+    tensors = case.format.tensors(case.algorithm.build_model(), context(case))
+    loaded = case.algorithm.build_model()
+    changed = change(tensors)
+    unknown = case.format.as_loaded(config, specs(changed)).keys() - case.format.expected_tensors(config).keys()
+    assert bool(unknown) == (not taken)
+    if taken:
+        case.format.load(loaded, changed, config)
+        state = loaded.state_dict()
+        assert all(torch.equal(state[name], each) for name, each in tensors.items() if name not in ("d2t", "t2d"))
+    else:
+        hint = "prefix 'model.'" if "model.fc.weight" in changed else "lint"
+        with pytest.raises(CheckpointError, match=hint):
+            case.format.load(loaded, changed, config)
+
+
+def test_a_norm_that_vllm_passes_over_is_passed_over(material: Material) -> None:
+    off = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
+    case = tiny_case(material, "eagle3", options=off, draft_size=64)
+    config = case.format.config(context(case))
+    tensors = case.format.tensors(case.algorithm.build_model(), context(case))
+    width = tensors["fc.weight"].shape[1]
+    case.format.load(case.algorithm.build_model(), {**tensors, "input_norm.weight": torch.ones(width)}, config)
+    # Checkpoints older than the format may say elsewhere that it is meant.
+    old = {**config["transformer_layer_config"], "draft_vocab_size": 64, "eagle_config": {"norm_before_fc": True}}
+    assert case.format.options(old)["norm_before_fc"] is True
+    assert case.format.expected_tensors(old)["input_norm.weight"].required
+
+
 # --- lint -------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +283,16 @@ def test_lint(case: AlgorithmCase, change: Callable[[Config], None], severity: s
     change(broken)
     findings = case.format.lint(broken, present, verifier)
     assert any(each.severity == severity and message in each.what for each in findings), findings
+
+
+def test_lint_finds_biases_that_vllm_passes_over(case: AlgorithmCase) -> None:
+    config = case.format.config(context(case))
+    tensors = case.format.tensors(case.algorithm.build_model(), context(case))
+    tensors["midlayer.self_attn.qkv_proj.bias"] = torch.ones(tensors["layers.0.self_attn.q_proj.weight"].shape[0] * 2)
+    present = case.format.as_loaded(config, specs(tensors))
+    (finding,) = case.format.lint(config, present, case.algorithm.setup.verifier)
+    assert finding.severity == "error"
+    assert "3 biases are there" in finding.what
 
 
 def test_lint_misses_the_number_of_taps_where_vllm_would_take_three(material: Material) -> None:

@@ -1,14 +1,18 @@
-"""The exported configuration through vLLM's own reader, and the draft's rotary tables against vLLM's."""
+"""The exported configuration through vLLM's own reader, tensors through its own loader, rotary tables against its."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.interfaces import ExportContext
+from draftsmith.checkpoint.export import write_export
+from draftsmith.errors import CheckpointError
+from draftsmith.interfaces import ExportContext, TensorSpec
 from draftsmith.layer_config import LayerConfig
 from draftsmith.layers import RotaryEmbedding
 from draftsmith.testing.algorithm import Material, make_material, tiny_case
@@ -97,3 +101,153 @@ def test_rotary_tables_are_those_of_vllm(rope: dict[str, Any], material: Materia
     cos, sin = theirs.cos_sin_cache[positions].float().chunk(2, dim=-1)
     torch.testing.assert_close(table.cos[:, :half], cos, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(table.sin[:, :half], sin, rtol=1e-4, atol=1e-4)
+
+
+# --- names of tensors ------------------------------------------------------------------------------------------------
+
+Tensors = dict[str, torch.Tensor]
+FLAGS = {
+    "default": {},
+    "no norms": {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False},
+    "qwen3": {"layer_type": "qwen3"},
+}
+
+
+class Loader:
+    """vLLM's draft class, built as for serving, and the same draft of ours."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.model_loader.utils import get_model_architecture
+
+        material = make_material(folder / "verifier", "llama")
+        self.case = tiny_case(material, "eagle3", options=options, draft_size=64)
+        context = ExportContext(
+            setup=self.case.algorithm.setup, verifier_name=str(material.facts.path), speculative_tokens=3
+        )
+        model = self.case.algorithm.build_model()
+        self.config, _ = write_export(folder / "checkpoint", self.case.format, model, context, {})
+        self.tensors: Tensors = self.case.format.tensors(model, context)
+        speculative = {"method": "eagle3", "model": str(folder / "checkpoint"), "num_speculative_tokens": 3}
+        arguments = EngineArgs(
+            model=str(material.facts.path),
+            dtype="float32",
+            max_model_len=256,
+            enforce_eager=True,
+            speculative_config=speculative,
+        )
+        engine = arguments.create_engine_config()
+        with set_current_vllm_config(engine):
+            init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, backend="gloo")
+            ensure_model_parallel_initialized(1, 1)
+            kind, _ = get_model_architecture(engine.speculative_config.draft_model_config)
+            self.theirs = kind(vllm_config=engine)
+
+    def load_theirs(self, tensors: Tensors) -> Tensors | None:
+        """What the parameters of vLLM's draft are then; -1 where nothing was loaded. None: it fails."""
+        with torch.no_grad():
+            for parameter in self.theirs.parameters():
+                parameter.fill_(-1)
+        try:
+            self.theirs.load_weights(tensors.items())
+        except ValueError:
+            return None
+        return {name: parameter.detach().clone() for name, parameter in self.theirs.named_parameters()}
+
+    def load_ours(self, tensors: Tensors) -> Tensors | None:
+        model = self.case.algorithm.build_model()
+        try:
+            self.case.format.load(model, tensors, self.config)
+        except CheckpointError:
+            return None
+        return model.state_dict()
+
+    def unknown(self, tensors: Tensors) -> set[str]:
+        """What lint says that vLLM fails at."""
+        present = {name: TensorSpec(shape=tuple(each.shape)) for name, each in tensors.items()}
+        as_loaded = self.case.format.as_loaded(self.config, present)
+        return as_loaded.keys() - self.case.format.expected_tensors(self.config).keys()
+
+
+@pytest.fixture(scope="module", params=FLAGS)
+def loader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loader]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
+            patch.setenv(name, "1")
+        yield Loader(tmp_path_factory.mktemp("loader"), FLAGS[request.param])
+        cleanup_dist_env_and_memory()
+
+
+def fused(tensors: Tensors) -> Tensors:
+    for whole, parts in {"self_attn.qkv": ["q", "k", "v"], "mlp.gate_up": ["gate", "up"]}.items():
+        module = whole.partition(".")[0]
+        rows = [tensors.pop(f"layers.0.{module}.{part}_proj.weight") for part in parts]
+        tensors[f"layers.0.{whole}_proj.weight"] = torch.cat(rows)
+    return tensors
+
+
+def midlayer(tensors: Tensors) -> Tensors:
+    return {name.replace("layers.0.", "midlayer."): each for name, each in tensors.items()}
+
+
+def prefixed(prefix: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {prefix + name: each for name, each in tensors.items()}
+
+
+def one(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {**tensors, name: torch.ones(shape)}
+
+
+def renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {new if name == old else name: each for name, each in tensors.items()}
+
+
+CHANGES: dict[str, Callable[[Tensors], Tensors]] = {
+    "as written": lambda tensors: tensors,
+    "midlayer": midlayer,
+    "fused": fused,
+    "midlayer, fused": lambda tensors: midlayer(fused(tensors)),
+    "model.": prefixed("model."),
+    "one of them model.": renamed("fc.weight", "model.fc.weight"),
+    "model.d2t": renamed("d2t", "model.d2t"),
+    "model.lm_head": renamed("lm_head.weight", "model.lm_head.weight"),
+    "model.layers.0": lambda tensors: {name.replace("layers.0", "model.layers.0"): x for name, x in tensors.items()},
+    "another layer": one("layers.1.mlp.down_proj.weight", 64, 96),
+    "a bias of another layer": one("layers.1.mlp.down_proj.bias", 64),
+    "a bias": one("fc.bias", 64),
+    "a fused bias": one("midlayer.self_attn.qkv_proj.bias", 128),
+    "bias of a norm": one("norm.bias", 64),
+    "bias of the head": one("lm_head.bias", 64),
+    "rotary table": one("midlayer.self_attn.rotary_emb.inv_freq", 8),
+    "mask_hidden": one("mask_hidden", 1, 1, 192),
+    "another t2d": one("verifier.t2d", 320),
+    "input norm": one("input_norm.weight", 192),
+    "norm of a tap": one("fc_norm.0.weight", 64),
+    "map under vLLM's name": renamed("d2t", "draft_id_to_target_id"),
+    "map under both names": one("draft_id_to_target_id", 64),
+    "something else": one("projector.weight", 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_lint_loading_and_vllm_agree_on_every_name(loader: Loader, change: str) -> None:
+    written = CHANGES["as written"](dict(loader.tensors))
+    tensors = CHANGES[change](dict(loader.tensors))
+    theirs, ours = loader.load_theirs(tensors), loader.load_ours(tensors)
+    assert (theirs is None) == bool(loader.unknown(tensors)), "lint and vLLM"
+    assert (theirs is None) == (ours is None), "loading and vLLM"
+    if theirs is None or ours is None:
+        return
+    if "d2t" not in tensors:  # which lint says is missing: the ids that vLLM drafts then are those of nothing
+        assert (theirs.pop("draft_id_to_target_id") == -1).all()
+        assert "d2t" not in loader.case.format.as_loaded(loader.config, {})
+    # What is taken under another name is the same, and what is passed over changes nothing.
+    expected = loader.load_theirs(written)
+    assert expected is not None
+    assert all(torch.equal(each, expected[name]) or change == "input norm" for name, each in theirs.items())
+    for name, each in (loader.load_ours(written) or {}).items():
+        assert torch.equal(ours[name], each) or (change, name) == ("input norm", "input_norm.weight"), name

@@ -46,7 +46,7 @@ from draftsmith.interfaces import (
     VerifierWeights,
     VocabularyMap,
 )
-from draftsmith.testing.training import ResumeTests
+from draftsmith.testing.training import ResumeTests, StepTests
 
 __all__ = [
     "AlgorithmCase",
@@ -772,7 +772,15 @@ class CheckpointTests(_CaseTests):
 
 
 class AlgorithmTests(
-    ReplayTests, LeakTests, PackingTests, ValueTests, LearningTests, FinishTests, CheckpointTests, ResumeTests
+    ReplayTests,
+    LeakTests,
+    PackingTests,
+    ValueTests,
+    LearningTests,
+    FinishTests,
+    CheckpointTests,
+    StepTests,
+    ResumeTests,
 ):
     """What every algorithm must satisfy. Override the fixture ``case``.
 

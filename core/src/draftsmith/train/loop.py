@@ -140,13 +140,12 @@ def _one_step(
     step = state.step
     loaded = [next(rows) for _ in range(_rows_in(job, step))]
     _tell_skipped(job, loaded)
-    usable = [row.row for row in loaded if row.row is not None]
     rates = job.optimizers.set_rate(_rate_factor(job, step))
     result = train_step(
         job.objective,
         job.optimizers,
-        [to_device(row, job.device, job.objective.compute_dtype) for row in usable],
-        [_generator(job, "row", step, place) for place in range(len(usable))],
+        [to_device(row.row, job.device, job.objective.compute_dtype) for row in loaded],
+        [_generator(job, "row", step, place) for place in range(len(loaded))],
         clip_norm=job.config.clip_norm,
     )
     tokens = sum(row.tokens for row in loaded)
@@ -193,7 +192,9 @@ def _with_validation(job: Job, state: TrainingState) -> TrainingState:
     if pairs is None:
         return state
     values = divide(pairs)
-    best = Best(step=state.step, eal=values["eal"], loss=values.get("loss", float("inf")), metrics=values)
+    # Where not one row could be read there is nothing to be best by.
+    eal, loss = values.get("eal", 0.0), values.get("loss", float("inf"))
+    best = Best(step=state.step, eal=eal, loss=loss, metrics=values)
     job.log.write({"step": state.step, "phase": "validation", "tokens": state.tokens, **values})
     job.events.step_finished(
         api.StepFinished(step=state.step, tokens=state.tokens, phase="validation", metrics=values)
@@ -268,11 +269,10 @@ def _scored_validation(job: Job) -> Iterator[RowScore]:
             if job.stop:
                 raise _Interrupted
             _tell_skipped(job, [loaded])
-            if loaded.row is not None:
-                row = to_device(loaded.row, job.device, job.objective.compute_dtype)
-                with _evaluating(job.objective.model, job.device):  # left before whoever asks goes on
-                    score = score_row(job.objective, row, _generator(job, "validation", place))
-                yield score
+            row = to_device(loaded.row, job.device, job.objective.compute_dtype)
+            with _evaluating(job.objective.model, job.device):  # left before whoever asks goes on
+                score = score_row(job.objective, row, _generator(job, "validation", place))
+            yield score
 
 
 @contextmanager

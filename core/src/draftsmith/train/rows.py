@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.data.packing import pack, shuffle_bins
 from draftsmith.errors import DataError, SampleCorrupt, SampleError
-from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, PackedRow
+from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, PackedRow, StateLayout
 
 if TYPE_CHECKING:
     from draftsmith.data.dataset import PreparedRow
@@ -31,6 +31,7 @@ __all__ = [
     "RowPlan",
     "assemble",
     "derived_seed",
+    "padding_row",
     "plan_rows",
     "read_ahead",
     "to_device",
@@ -55,6 +56,8 @@ class Table(Protocol):
 
 class States(Protocol):
     """What is needed of a capture (``capture.states.CapturedStates``)."""
+
+    layout: StateLayout
 
     @property
     def reader(self) -> HiddenStateReader: ...
@@ -168,14 +171,16 @@ class Document:
 
 @frozen(kw_only=True)
 class LoadedRow:
-    """A packed row as read; ``row`` is None where no sample of it could be used.
+    """A packed row as read.
 
     Attributes:
+        row: one token of padding where no sample of it could be used: whoever trains with others takes part in every
+            step, and so has a row for it.
         tokens: real tokens in the row.
         skipped: (sample id, reason) of samples left out.
     """
 
-    row: PackedRow | None
+    row: PackedRow
     tokens: int
     skipped: tuple[tuple[str, str], ...] = ()
 
@@ -243,6 +248,22 @@ def _padded(name: str, value: Tensor, length: int) -> Tensor:
     return torch.cat([value, fill])
 
 
+def padding_row(layout: StateLayout, *, last_hidden: bool = True, statistics: bool = True) -> PackedRow:
+    """A row of one token of padding, which trains nothing, with the fields and dtypes of rows of a capture."""
+    taps = len(layout.layer_ids) - last_hidden
+    dtype = getattr(torch, layout.dtype)
+    return PackedRow(
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        position_ids=torch.zeros(1, dtype=torch.int64),
+        document_ids=torch.full((1,), -1),
+        loss_mask=torch.zeros(1, dtype=torch.bool),
+        taps=torch.zeros(1, taps * layout.hidden_size, dtype=dtype),
+        last_hidden=torch.zeros(1, layout.hidden_size, dtype=dtype),
+        teacher_token=torch.zeros(1, dtype=torch.int64) if statistics else None,
+        teacher_logsumexp=torch.zeros(1) if statistics else None,
+    )
+
+
 class RowLoader:
     """From a bin to a :class:`LoadedRow`. Holds a table and a capture; used by one thread at a time.
 
@@ -286,15 +307,16 @@ class RowLoader:
         documents: list[Document] = []
         skipped: list[tuple[str, str]] = []
         for index in bin_:
-            row = self._table[index]
+            prepared = self._table[index]
             try:
-                documents.append(self._read(row))
+                documents.append(self._read(prepared))
             except SampleError as error:
                 if self._bad_samples == "stop":
                     raise
-                skipped.append((row.sample_id, error.what))
+                skipped.append((prepared.sample_id, error.what))
         if not documents:
-            return LoadedRow(row=None, tokens=0, skipped=tuple(skipped))
+            row = padding_row(self._states.layout, last_hidden=self._last_hidden, statistics=self._statistics)
+            return LoadedRow(row=row, tokens=0, skipped=tuple(skipped))
         packed = assemble(documents, capacity=self._capacity, last_hidden=self._last_hidden)
         return LoadedRow(row=packed, tokens=packed.input_ids.shape[0], skipped=tuple(skipped))
 

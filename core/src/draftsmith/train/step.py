@@ -54,12 +54,15 @@ class RowScore:
     Attributes:
         value: the scalar to minimise, with its graph; a mean over the row.
         denominator: float32 scalar: what that mean was divided by, so that means of rows combine into one of all.
+        counted: float32 scalar: positions that the mean is of. Without any the value is zero, and has a graph all the
+            same.
         pairs: metrics, (sum, count) each.
         slots, scored: where they come from; None where the row had no slot.
     """
 
     value: Tensor
     denominator: Tensor
+    counted: Tensor
     pairs: Pairs
     slots: DraftSlots
     scored: ScoredSlots | None
@@ -82,7 +85,7 @@ class StepResult:
     Attributes:
         pairs: metrics of all its rows.
         gradient_norm: before clipping; 0 where there was nothing to learn.
-        updated: False where no row had a supervised slot: weights and moments are left alone then.
+        updated: False where no position of any row counted: weights and moments are left alone then.
     """
 
     pairs: Pairs
@@ -101,7 +104,7 @@ def score_row(objective: Objective, row: PackedRow, generator: torch.Generator) 
     with _autocast(row.input_ids.device, objective.compute_dtype):
         slots = objective.algorithm.forward(objective.model, batch)
     if slots.teacher_row.numel() == 0:
-        return _empty_score(slots)
+        return _empty_score(objective, row, slots)
     scored = score_slots(
         slots,
         objective.teacher,
@@ -117,7 +120,14 @@ def score_row(objective: Objective, row: PackedRow, generator: torch.Generator) 
     value, extra = objective.algorithm.objective(slots, scored, loss)
     weight = denominator.detach().to(torch.float64)
     pairs = {"loss": torch.stack([value.detach().to(torch.float64) * weight, weight]), **slot_metrics(slots, scored)}
-    return RowScore(value=value, denominator=denominator, pairs={**pairs, **extra}, slots=slots, scored=scored)
+    return RowScore(
+        value=value,
+        denominator=denominator,
+        counted=counted.sum().to(denominator.dtype),
+        pairs={**pairs, **extra},
+        slots=slots,
+        scored=scored,
+    )
 
 
 def _expected(objective: Objective, slots: DraftSlots, row: PackedRow) -> Tensor | None:
@@ -176,8 +186,12 @@ def train_step(
         if score.value.requires_grad:
             torch.autograd.backward(score.value * score.denominator)
         scores.append(_without_graph(score))
-    total = torch.stack([score.denominator for score in scores]).sum() if scores else torch.zeros(())
-    norm, scale = _clipped(optimizers.parameters, total, clip_norm)
+    total, counted = (
+        torch.stack([getattr(score, name) for score in scores]).sum() if scores else torch.zeros(())
+        for name in ("denominator", "counted")
+    )
+    # Positions that do not count may be in the denominator, and a step of nothing would still move by its momentum.
+    norm, scale = _clipped(optimizers.parameters, torch.where(counted > 0, total, 0.0), clip_norm)
     finite = math.isfinite(norm) and all(math.isfinite(value) for value in _values(scores))
     if not finite:
         optimizers.zero_grad()
@@ -193,12 +207,20 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManage
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
-def _empty_score(slots: DraftSlots) -> RowScore:
-    """A row without a supervised slot: loss zero, still a function of the weights, so that ranks stay in step."""
-    terms = [x.float().sum() for x, _ in slots.terms]
-    terms += [weight.float().sum() for _, weight in slots.terms if weight.requires_grad]
-    value = torch.stack(terms).sum() * 0.0 if terms else slots.weight.new_zeros(())
-    return RowScore(value=value, denominator=slots.weight.new_zeros(()), pairs={}, slots=slots, scored=None)
+def _empty_score(objective: Objective, row: PackedRow, slots: DraftSlots) -> RowScore:
+    """A row without a supervised slot: loss zero, but a function of every trained weight.
+
+    Ranks add up their gradients, and wait for one another: each must have one of every weight, whatever its row holds.
+    """
+    zero = slots.weight.new_zeros(())
+    outputs = [x for x, _ in slots.terms] + [each for each in objective.model.parameters() if each.requires_grad]
+    value = torch.stack([each.float().sum() * 0.0 for each in outputs]).sum()
+    # A mean over all positions is also over those of this row, unless it stands for one that could not be read.
+    holds_tokens = objective.reduction == "local_mean" and bool((row.document_ids >= 0).any())
+    denominator = zero + slots.total_positions if holds_tokens else zero
+    weight = denominator.to(torch.float64)
+    pairs = {"loss": torch.stack([weight * 0.0, weight])} if holds_tokens else {}
+    return RowScore(value=value, denominator=denominator, counted=zero, pairs=pairs, slots=slots, scored=None)
 
 
 def _without_graph(score: RowScore) -> RowScore:

@@ -6,7 +6,7 @@ format share (:mod:`draftsmith.speculators`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from draftsmith.api import CaptureRequirements, Problem, VerifierFacts
@@ -43,6 +43,7 @@ class Eagle3Checkpoint(SpeculatorsFormat):
 
     method = "eagle3"
     skipped = (*SpeculatorsFormat.skipped, "mask_hidden")  # the input of parallel drafting
+    prefix = ""
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -79,9 +80,20 @@ class Eagle3Checkpoint(SpeculatorsFormat):
             # The first layer reads [embedding, hidden].
             tensors = decoder_tensors(layers, width if index else 2 * width)
             specs.update({f"layers.{index}.{name}": spec for name, spec in tensors})
-        return specs
+        # vLLM passes biases over as well.
+        biases = {
+            name.removesuffix("weight") + "bias": TensorSpec(shape=spec.shape[:1], required=False)
+            for name, spec in specs.items()
+            if name.endswith(".weight")
+        }
+        return {**specs, **biases}
 
     # --- reading ------------------------------------------------------------------------------------------------
+
+    def passed_over(self, config: Mapping[str, Any], names: Iterable[str]) -> Sequence[str]:
+        known = set(names)
+        norm = "input_norm.weight"
+        return [*_biases(known), *([norm] if norm in known and not _flag(config, "norm_before_fc") else [])]
 
     def warm_start_problems(
         self, config: Mapping[str, Any], options: Any, verifier: VerifierFacts
@@ -141,9 +153,13 @@ def _is_speculators(config: Mapping[str, Any]) -> bool:
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
-    """The flag as vLLM takes it. In checkpoints older than the format all four are off."""
+    """The flag as vLLM takes it. In checkpoints older than the format all four are off.
+
+    Some of those have a dictionary of their own for what concerns the draft; one flag is looked for there first.
+    """
     default = _FLAGS[name] if _is_speculators(config) else False
-    value = config.get(name)
+    value = (layers_of(config).get("eagle_config") or {}).get(name) if name == "norm_before_fc" else None
+    value = config.get(name) if value is None else value
     return default if value is None else bool(value)
 
 
@@ -156,6 +172,12 @@ def _layer_ids(config: Mapping[str, Any]) -> list[int] | None:
 def _num_taps(config: Mapping[str, Any]) -> int:
     ids = _layer_ids(config)
     return len(set(ids)) if ids else int(layers_of(config).get("num_aux_hidden_states") or 3)
+
+
+def _biases(names: Iterable[str]) -> list[str]:
+    """Those of *names* that stand beside a weight of the network: vLLM knows them, and loads them into nothing."""
+    known = set(names)
+    return sorted(name for name in known if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in known)
 
 
 # --- lint -------------------------------------------------------------------------------------------------------
@@ -174,6 +196,13 @@ def _lint_flags(config: Mapping[str, Any], present: Mapping[str, TensorSpec]) ->
             "input_norm.weight is there and norm_before_fc is off: vLLM passes it over, and drafts without the norm",
             "norm_before_fc",
             "write true, if the draft was trained with it",
+        )
+    biases = _biases(present)
+    if biases:
+        yield error(
+            f"{len(biases)} biases are there, such as {biases[0]}: vLLM passes them over, and drafts without",
+            "model.safetensors",
+            "train without biases: the layers of this format have none",
         )
     if _flag(config, "norm_before_fc") and _flag(config, "fc_norm"):
         yield error("norm_before_fc and fc_norm exclude each other; vLLM would apply both", "fc_norm")
