@@ -87,6 +87,10 @@ def test_vllm_serves_it_both_ways_with_the_verifiers_own_output(finished):
     _, output, printed = finished
     found = verification(output)
     assert found["ways"]["with_draft"]["identical"] == found["ways"]["as_model"]["identical"] == len(QUESTIONS)
+    # The same draft on the same prompts, found by vLLM in another way.
+    as_model = found["ways"]["as_model"]
+    assert as_model["served"] == as_model["served_with_draft"]
+    assert as_model["served"]["accepted"] > 0
     lines = [line for line in printed.splitlines() if line.strip()]
     assert lines[-1] == f"output identical to the verifier alone: {len(QUESTIONS)} of {len(QUESTIONS)} prompts"
 
@@ -103,6 +107,9 @@ def test_the_simulator_counts_what_vllm_counts(finished):
             simulated[source]["accepted_per_position"], served[source]["accepted_per_position"], strict=True
         ):
             assert abs(ours - theirs) <= 1
+    # vLLM counts by request as it counts in all.
+    for key in ("drafts", "drafted", "accepted"):
+        assert served["a"][key] + served["b"][key] == served["all"][key]
     assert served["all"]["drafted"] == 3 * served["all"]["drafts"]
     assert served["all"]["accepted"] > 0, "the draft learned nothing, so nothing was compared"
 

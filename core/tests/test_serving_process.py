@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from draftsmith.errors import ServingError
 from draftsmith.serving import vllm_process
+from draftsmith.serving.vllm_child import _summed
 from draftsmith.serving.vllm_process import (
     DraftCounters,
     EngineRequest,
@@ -53,6 +55,13 @@ def test_counters_add_up():
     assert total == first
     assert DraftCounters.none(3).acceptance_length == 1.0
     assert (first + first).accepted_per_position == (6, 4, 2)
+
+
+def test_requests_are_counted_as_the_engine_counts():
+    # Of six rounds three accepted nothing, two one token, one three; the second request is complete after one token.
+    requests = [SimpleNamespace(histogram=[3, 2, 0, 1], num_draft_tokens=18)]
+    requests.append(SimpleNamespace(histogram=[0, 0, 0, 0], num_draft_tokens=0))
+    assert _summed(requests) == {"drafts": 6, "drafted": 18, "accepted": 5, "accepted_per_position": [3, 1, 1]}
 
 
 def test_an_error_quotes_its_cause_and_the_end_of_the_log(tmp_path):

@@ -39,7 +39,9 @@ def _run(job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     started = time.monotonic()
-    llm = LLM(**job["engine"])
+    # vLLM's own counters know no prompts.
+    counted = {"per_request_spec_decode_metrics": "summary"} if job["groups"] else {}
+    llm = LLM(**job["engine"], **counted)
     loaded = time.monotonic()
     try:
         generated = _generate(llm, job, ticks)
@@ -56,38 +58,24 @@ def _run(job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
 
 
 def _generate(llm: Any, job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
-    """Generate group by group; vLLM's counters only grow, so each group's are a difference of two readings."""
+    """Answer all prompts at once. vLLM's counters only grow, so this engine's are a difference of two readings."""
     from vllm import SamplingParams
 
-    prompts, sampling = job["prompts"], SamplingParams(**job["sampling"])
-    groups = job["groups"] or [""] * len(prompts)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    reasons: list[str | None] = [None] * len(prompts)
-    readings = [_read_counters(llm)]
-    names = sorted(set(groups))
-    done = 0
-    for name in names:
-        members = [index for index, group in enumerate(groups) if group == name]
-        answers = llm.generate(
-            [{"prompt_token_ids": prompts[index]} for index in members],
-            sampling,
-            use_tqdm=_progress(ticks, job["name"], done),
-        )
-        for index, answer in zip(members, answers, strict=True):
-            outputs[index] = list(answer.outputs[0].token_ids)
-            reasons[index] = answer.outputs[0].finish_reason
-        done += len(members)
-        readings.append(_read_counters(llm))
-    by_group = {
-        name: _difference(before, after)
-        for name, before, after in zip(names, readings[:-1], readings[1:], strict=True)
-        if after is not None
-    }
+    before = _read_counters(llm)
+    answers = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in job["prompts"]],
+        SamplingParams(**job["sampling"]),
+        use_tqdm=_progress(ticks, job["name"]),
+    )
+    completions = [answer.outputs[0] for answer in answers]
+    members: dict[str, list[Any]] = {}
+    for name, each in zip(job["groups"] or [], completions, strict=False):
+        members.setdefault(name, []).append(each.spec_decode_metrics)
     return {
-        "outputs": outputs,
-        "finish_reasons": reasons,
-        "counters": _difference(readings[0], readings[-1]),
-        "counters_by_group": by_group,
+        "outputs": [list(each.token_ids) for each in completions],
+        "finish_reasons": [each.finish_reason for each in completions],
+        "counters": _difference(before, _read_counters(llm)),
+        "counters_by_group": {name: _summed(metrics) for name, metrics in sorted(members.items())},
     }
 
 
@@ -114,6 +102,17 @@ def _difference(before: Mapping[str, Any] | None, after: Mapping[str, Any] | Non
     return {**counts, "accepted_per_position": [new - old for new, old in pairs]}
 
 
+def _summed(requests: Sequence[Any]) -> dict[str, Any]:
+    """Some requests' rounds in the form of the counters; vLLM says in how many rounds n tokens were accepted."""
+    rounds = [sum(counts) for counts in zip(*(each.histogram for each in requests), strict=True)]
+    return {
+        "drafts": sum(rounds),
+        "drafted": sum(each.num_draft_tokens for each in requests),
+        "accepted": sum(accepted * count for accepted, count in enumerate(rounds)),
+        "accepted_per_position": [sum(rounds[position + 1 :]) for position in range(len(rounds) - 1)],
+    }
+
+
 def _eos_token_ids(llm: Any) -> list[int]:
     """What vLLM ends an answer at: the tokenizer's end token, and those of the generation config."""
     ids: set[int] = set()
@@ -123,7 +122,7 @@ def _eos_token_ids(llm: Any) -> list[int]:
     return sorted(ids)
 
 
-def _progress(ticks: Path, name: str, already: int) -> Callable[..., Any]:
+def _progress(ticks: Path, name: str) -> Callable[..., Any]:
     """A progress bar for vLLM that writes the number of finished prompts to a file instead of drawing."""
     import os
 
@@ -137,7 +136,7 @@ def _progress(ticks: Path, name: str, already: int) -> Callable[..., Any]:
         def update(self, n: float | None = 1) -> bool | None:
             told = super().update(n)
             temporary = ticks.with_suffix(".tmp")
-            temporary.write_text(f"{name} {already + int(self.n)}", encoding="utf-8")
+            temporary.write_text(f"{name} {int(self.n)}", encoding="utf-8")
             os.replace(temporary, ticks)
             return told  # type: ignore[no-any-return,unused-ignore]
 

@@ -104,8 +104,8 @@ class EngineRequest:
         engine: keyword arguments of ``vllm.LLM``; plain values.
         prompts: token ids of each prompt.
         sampling: keyword arguments of ``vllm.SamplingParams``, for all prompts.
-        groups: name of the group that each prompt belongs to; counters are then kept by group as well. The groups
-            are generated one after another.
+        groups: name of the group that each prompt belongs to; counters are then kept by group as well. For an engine
+            that drafts.
     """
 
     name: str
