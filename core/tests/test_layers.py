@@ -158,6 +158,17 @@ def test_norm_computes_in_float32_and_answers_in_the_input_dtype() -> None:
     assert torch.equal(norm(x), want)
 
 
+def test_rotation_and_its_gradients() -> None:
+    x = torch.randn(5, 2, 6, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(5, 3, dtype=torch.float64).repeat(1, 2)
+    table = RotaryTable(angles.cos() * 1.5, angles.sin() * 1.5)
+    turned = torch.complex(*x.detach().chunk(2, -1)) * torch.polar(
+        torch.full((5, 1, 3), 1.5).double(), angles[:, None, :3]
+    )
+    torch.testing.assert_close(rotate(x, table), torch.cat((turned.real, turned.imag), -1))
+    assert torch.autograd.gradcheck(lambda a: rotate(a, table), (x,))
+
+
 def test_feed_forward_is_that_of_transformers() -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
