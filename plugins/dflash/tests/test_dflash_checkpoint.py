@@ -409,6 +409,21 @@ def test_lint(case: AlgorithmCase, change: Callable[[Config], None], severity: s
     assert any(each.severity == severity and message in each.what for each in findings), findings
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "taken"),
+    [("verifier.t2d", 3, True), ("draft_id_to_target_id", 64, False), ("model.norm.weight", 64, False)],
+)
+def test_names_are_read_as_vllm_reads_them(case: AlgorithmCase, name: str, size: int, taken: bool) -> None:
+    """Another map from target ids is passed over, and the vocabulary map is not stored twice."""
+    config = case.format.config(context(case))
+    tensors = case.format.tensors(case.algorithm.build_model(), context(case))
+    loaded = case.format.as_loaded(config, specs({**tensors, name: torch.ones(size)}))
+    assert bool(loaded.keys() - case.format.expected_tensors(config).keys()) == (not taken)
+    # Without a map beside it vLLM passes its own name for one over.
+    alone = {"draft_id_to_target_id": torch.ones(64), "norm.weight": tensors["norm.weight"]}
+    assert set(case.format.as_loaded(config, specs(alone))) == {"norm.weight"}
+
+
 def test_a_tensor_that_vllm_refuses(case: AlgorithmCase) -> None:
     config = case.format.config(context(case))
     present = specs(case.format.tensors(case.algorithm.build_model(), context(case)))
