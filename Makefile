@@ -6,7 +6,7 @@ BIN := .venv/bin
 RECIPE ?= examples/smollm2-eagle3.yaml
 ARGS ?=
 
-.PHONY: help setup model data demo test test-fast lint docs bench clean
+.PHONY: help setup model data demo test test-fast test-peer lint docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -30,6 +30,9 @@ test: model data ## all tests, the end-to-end ones with a real vLLM among them
 test-fast: data ## the tests that need neither the model nor vLLM and take under ten seconds each
 	@$(BIN)/python tools/run_tests.py --fast $(ARGS)
 
+test-peer: setup ## checkpoints exchanged with the peer library, in an environment of its own, .venv-peer
+	@$(BIN)/python tools/run_peer_tests.py $(ARGS)
+
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -42,5 +45,5 @@ bench: model ## measure a training step: one JSON line per case
 	@$(BIN)/python benchmarks/train_step.py $(ARGS)
 
 clean: ## remove everything that make made, the model and the runs among it
-	rm -rf .venv build dist models runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer build dist models runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

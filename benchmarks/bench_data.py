@@ -28,11 +28,13 @@ MARKER = "complete.txt"
 
 
 def ensure_data(folder: Path, verifier: Path, conversations: Path, tokens: int) -> None:
-    """Write *folder*, with documents of at least *tokens* tokens, unless it is there already."""
-    wanted = f"{verifier.resolve()} {conversations.resolve()} {tokens}\n"
+    """Write *folder*, with documents of at least *tokens* tokens, unless it is there already, with as many or more."""
+    sources = [str(verifier.resolve()), str(conversations.resolve())]
     marker = folder / MARKER
-    if marker.exists() and marker.read_text() == wanted:
-        return
+    if marker.exists():
+        *written, count = marker.read_text().splitlines()
+        if written == sources and int(count) >= tokens:
+            return
     from datasets import Dataset
 
     rows = _encode(verifier, conversations)
@@ -69,7 +71,7 @@ def ensure_data(folder: Path, verifier: Path, conversations: Path, tokens: int) 
             folder / "dataset" / "hidden_states" / f"hs_{index}.safetensors",
         )
     save_file({"counts": counts}, folder / "counts.safetensors")
-    marker.write_text(wanted)
+    marker.write_text("\n".join([*sources, str(tokens)]))
 
 
 def _encode(verifier: Path, conversations: Path) -> list[EncodedRow]:
@@ -86,8 +88,8 @@ def read_counts(folder: Path) -> torch.Tensor:
     return load_file(folder / "counts.safetensors")["counts"]
 
 
-def pack_documents(folder: Path, positions: int):
-    """One packed row whose documents give *positions* draft positions (one fewer than tokens, each)."""
+def pack_documents(folder: Path, positions: int, lost: int):
+    """One packed row whose documents give *positions* draft positions, *lost* fewer than tokens, each."""
     from datasets import load_from_disk
 
     from draftsmith.data.dataset import PreparedRow
@@ -99,7 +101,7 @@ def pack_documents(folder: Path, positions: int):
         if left <= 0:
             break
         stored = load_file(folder / "dataset" / "hidden_states" / f"hs_{index}.safetensors")
-        length = min(left + 1, stored["token_ids"].shape[0])
+        length = min(left + lost, stored["token_ids"].shape[0])
         prepared = PreparedRow(
             sample_id=str(index),
             token_ids=stored["token_ids"][:length],
@@ -110,5 +112,5 @@ def pack_documents(folder: Path, positions: int):
             sample_id=str(index), token_ids=prepared.token_ids, hidden_states=stored["hidden_states"][:length]
         )
         documents.append(Document(row=prepared, sample=sample))
-        left -= length - 1
-    return assemble(documents, capacity=positions + len(documents))
+        left -= length - lost
+    return assemble(documents, capacity=positions + lost * len(documents))

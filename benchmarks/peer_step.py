@@ -1,4 +1,4 @@
-"""The peer's side of `train_step.py`: optimiser steps of speculators 0.9.0's EAGLE-3 on one packed row.
+"""The peer's side of `train_step.py`: optimiser steps of speculators 0.9.0 on one packed row.
 
 Run with the Python of an environment that has speculators (and not draftsmith). It builds the model through the
 peer's own command-line configuration, reads and collates with its own dataset and shift, and repeats what its trainer
@@ -32,11 +32,15 @@ def memory(field: str) -> float:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--algorithm", choices=["eagle3", "dflash", "dspark"], default="eagle3")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--verifier", required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--draft-vocabulary", type=int, required=True)
     parser.add_argument("--ttt-steps", type=int, default=3)
+    parser.add_argument("--block-size", type=int, default=8)
+    parser.add_argument("--anchors", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
@@ -53,7 +57,7 @@ def main() -> None:
     from speculators.model import SpeculatorModel
     from speculators.models.eagle3.data import shift_batch
     from speculators.models.utils import get_verifier_config
-    from speculators.train.cli import create_transformer_layer_config
+    from speculators.train.cli import create_transformer_layer_config, resolve_mask_token_id
     from speculators.train.config import TrainConfig
     from speculators.train.data import ArrowDataset, CollateFn
     from speculators.train.optimizers import build_optimizers
@@ -65,13 +69,21 @@ def main() -> None:
     torch.manual_seed(0)
     dtype = getattr(torch, ours.dtype)
     dataset = str(ours.data / "dataset")
+    shifts = ours.algorithm == "eagle3"
+    layers = 1 if shifts else ours.layers
+    if shifts:
+        own = {"--ttt-steps": str(ours.ttt_steps)}
+        counts = {"ttt_steps": ours.ttt_steps}
+    else:
+        own = {"--block-size": str(ours.block_size), "--max-anchors": str(ours.anchors)}
+        counts = {"anchors": ours.anchors, "block_size": ours.block_size, "layers": layers}
     flags = {
         "--verifier-name-or-path": ours.verifier,
-        "--speculator-type": "eagle3",
+        "--speculator-type": ours.algorithm,
         "--data-path": dataset,
         "--total-seq-len": str(ours.tokens),
-        "--num-layers": "1",
-        "--ttt-steps": str(ours.ttt_steps),
+        "--num-layers": str(layers),
+        **own,
         # what runs on a CPU: flex attention has no backward there, and its fused losses need Triton
         "--draft-attn-impl": "sdpa",
         "--loss-implementation": "eager",
@@ -82,19 +94,21 @@ def main() -> None:
     config = get_verifier_config(ours.verifier)
     d2t = t2d = None
     if ours.draft_vocabulary < config.vocab_size:
-        counts = load_file(ours.data / "counts.safetensors")["counts"]
-        frequencies = {token: int(counts[token]) for token in counts.nonzero().flatten().tolist()}
+        seen = load_file(ours.data / "counts.safetensors")["counts"]
+        frequencies = {token: int(seen[token]) for token in seen.nonzero().flatten().tolist()}
         d2t, t2d = build_vocab_mappings_from_distribution(frequencies, ours.draft_vocabulary, config.vocab_size)
     settings.draft_vocab_size = min(ours.draft_vocabulary, config.vocab_size)
     layer = create_transformer_layer_config(
         ours.verifier,
-        1,
+        layers,
         settings.draft_arch,
         settings.draft_hidden_act,
         settings.sliding_window,
         settings.full_attention_indices,
     )
-    kind = SpeculatorModel.registry["eagle3"]
+    if not shifts:
+        settings.mask_token_id = resolve_mask_token_id(ours.verifier, config.vocab_size, None)
+    kind = SpeculatorModel.registry[ours.algorithm]
     model = kind.from_training_args(verifier_config=layer, t2d=t2d, d2t=d2t, **vars(settings))
     model.train()
 
@@ -102,13 +116,13 @@ def main() -> None:
     source = ArrowDataset(ours.tokens, dataset, on_missing="raise", hidden_states_dtype=dtype)
     while filled < ours.tokens and len(rows) < len(source):
         rows.append(source[len(rows)])
-        filled += rows[-1]["input_ids"].shape[0] - 1
+        filled += rows[-1]["input_ids"].shape[0] - shifts
     collate = CollateFn(
         ours.tokens,
         config.hidden_size,
         num_target_layers=len(model.target_layer_ids),
         dtype=dtype,
-        preprocess=shift_batch,
+        preprocess=shift_batch if shifts else None,
     )
     batch = {k: v for k, v in collate(rows).items() if k not in ("error_records", "__recovery__")}
     call, _ = kind.get_trainer_kwargs(**vars(settings))
@@ -138,12 +152,13 @@ def main() -> None:
         json.dumps(
             {
                 "side": "speculators-0.9.0",
+                "algorithm": ours.algorithm,
                 "dtype": ours.dtype,
                 "tokens": tokens,
                 "documents": len(rows),
                 "supervised": int(batch["loss_mask"].sum()),
                 "draft_vocabulary": settings.draft_vocab_size,
-                "ttt_steps": ours.ttt_steps,
+                **counts,
                 "step_s": round(step, 3),
                 "step_min_s": round(min(seconds[ours.warmup :]), 3),
                 "cpu_s": round(statistics.median(cpu[ours.warmup :]), 3),

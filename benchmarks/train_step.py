@@ -1,12 +1,17 @@
-"""EAGLE-3 training steps, ours and the peer's, in turn on the same rows. One JSON line a case and side.
+"""Training steps, ours and the peer's, in turn on the same rows. One JSON line a case and side.
 
     python benchmarks/train_step.py --peer-python /path/to/peer/bin/python
+    python benchmarks/train_step.py --algorithm dflash --block-size 8 16 --peer-python …
     python benchmarks/train_step.py --tokens 1024 --draft-vocabulary 8192            # ours alone
+    python benchmarks/train_step.py --algorithm dflash --anchors 64 256 1024         # memory against anchors
 
 Each measurement runs in a process of its own, so that its peak memory is its own. Times are of whole optimiser steps:
-forward over all steps of training-time test, loss, metrics, backward, clipping, AdamW. Ours runs in the dtype that
+forward over all steps or blocks, loss, metrics, backward, clipping, AdamW. Ours runs in the dtype that
 `compute_dtype: auto` chooses; the peer in its default (bf16 autocast) and in float32, which is the faster one on CPUs
 without bf16 matrix instructions. After each case a line compares ours with the peer's *faster* dtype.
+
+Blocks hang on `--anchors` anchors of the row: ours have a budget per document, here the one that comes closest
+(`anchors` says how many there are); the peer draws so many from the row.
 
 The share of the matmul peak is (floating-point operations of the step's matrix products and attention, as torch's
 counter sees them) / (step time x rate of a 1024 x 576 x 8192 product measured beside it).
@@ -15,6 +20,7 @@ counter sees them) / (step time x rate of a 1024 x 576 x 8192 product measured b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -22,15 +28,32 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 
+class Kind(NamedTuple):
+    """How an algorithm is measured.
+
+    Attributes:
+        lost: tokens of a document that are no draft position.
+        anchored: whether it drafts blocks at anchors, rather than steps from every row.
+    """
+
+    lost: int
+    anchored: bool
+
+
+KINDS = {"eagle3": Kind(1, False), "dflash": Kind(0, True), "dspark": Kind(0, True)}
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithm", choices=KINDS, default="eagle3")
     parser.add_argument("--verifier", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument(
         "--conversations", type=Path, default=ROOT / "examples" / "data" / "smollm2_conversations.jsonl"
@@ -40,7 +63,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 2048])
     parser.add_argument("--draft-vocabulary", type=int, nargs="*", default=[8192, 49152])
-    parser.add_argument("--ttt-steps", type=int, default=3)
+    parser.add_argument("--ttt-steps", type=int, default=3, help="eagle3")
+    parser.add_argument("--block-size", type=int, nargs="*", default=[8, 16], help="dflash, dspark")
+    parser.add_argument("--anchors", type=int, nargs="*", default=[128], help="dflash, dspark: in the whole row")
+    parser.add_argument("--layers", type=int, default=3, help="dflash, dspark")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -55,16 +81,25 @@ def main() -> None:
     from bench_data import ensure_data
 
     ensure_data(arguments.data, arguments.verifier, arguments.conversations, max(arguments.tokens))
-    for vocabulary in arguments.draft_vocabulary:
-        for tokens in arguments.tokens:
-            case(arguments, tokens, vocabulary)
+    for vocabulary, tokens in itertools.product(arguments.draft_vocabulary, arguments.tokens):
+        for what in variants(arguments):
+            case(arguments, {"tokens": tokens, "draft-vocabulary": vocabulary, **what})
 
 
-def case(arguments: argparse.Namespace, tokens: int, vocabulary: int) -> None:
+def variants(arguments: argparse.Namespace) -> Iterator[dict[str, int]]:
+    """The flags, beside tokens and vocabulary, of each case."""
+    if not KINDS[arguments.algorithm].anchored:
+        yield {"ttt-steps": arguments.ttt_steps}
+        return
+    for block_size, anchors in itertools.product(arguments.block_size, arguments.anchors):
+        yield {"block-size": block_size, "anchors": anchors, "layers": arguments.layers}
+
+
+def case(arguments: argparse.Namespace, what: dict[str, int]) -> None:
+    flags = [word for name, value in what.items() for word in (f"--{name}", str(value))]
     shared = [
-        *("--data", str(arguments.data), "--verifier", str(arguments.verifier), "--tokens", str(tokens)),
-        *("--draft-vocabulary", str(vocabulary), "--ttt-steps", str(arguments.ttt_steps)),
-        *("--warmup", str(arguments.warmup), "--steps", str(arguments.steps)),
+        *("--algorithm", arguments.algorithm, "--data", str(arguments.data), "--verifier", str(arguments.verifier)),
+        *("--warmup", str(arguments.warmup), "--steps", str(arguments.steps), *flags),
     ]
     ours = run([sys.executable, str(HERE / "train_step.py"), "--one", *shared])
     if arguments.peer_python is None:
@@ -78,7 +113,7 @@ def case(arguments: argparse.Namespace, tokens: int, vocabulary: int) -> None:
         return
     best = min(peers, key=lambda each: each["step_s"])
     comparison = {
-        "case": f"{tokens} tokens, draft vocabulary {vocabulary}",
+        "case": f"{arguments.algorithm}: " + ", ".join(f"{name} {value}" for name, value in what.items()),
         "peer_dtype": best["dtype"],
         "times_tokens_per_s": round(ours["tokens_per_s"] / best["tokens_per_s"], 2),
         "times_cpu": round(best["cpu_s"] / ours["cpu_s"], 2),
@@ -108,9 +143,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.train.step import train_step
 
     vocabulary = arguments.draft_vocabulary[0]
-    objective, row, slots = build(
-        arguments.data, arguments.verifier, arguments.tokens[0], vocabulary, arguments.ttt_steps
-    )
+    objective, row, counts = build(arguments)
     optimizers = build_optimizers(objective.model, TrainConfig(), {vocabulary})
 
     def step() -> float:
@@ -133,17 +166,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with FlopCounterMode(display=False) as counter:
         step()
     median = statistics.median(seconds[arguments.warmup :])
-    tokens = row.input_ids.shape[0] - len(row.sample_ids)  # as the peer counts: one a document is lost to the shift
+    lost = KINDS[arguments.algorithm].lost  # as the peer counts
+    tokens = row.input_ids.shape[0] - lost * len(row.sample_ids)
     rate = statistics.mean(rates)
     return {
         "side": "draftsmith",
+        "algorithm": arguments.algorithm,
         "dtype": str(objective.compute_dtype).removeprefix("torch."),
         "tokens": tokens,
         "documents": len(row.sample_ids),
         "supervised": int(row.loss_mask.sum()),
-        "slots": slots,
         "draft_vocabulary": vocabulary,
-        "ttt_steps": arguments.ttt_steps,
+        **counts,
         "step_s": round(median, 3),
         "step_min_s": round(min(seconds[arguments.warmup :]), 3),
         "cpu_s": round(statistics.median(cpu[arguments.warmup :]), 3),
@@ -159,8 +193,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def build(data: Path, verifier: Path, tokens: int, vocabulary_size: int, ttt_steps: int) -> tuple[Any, Any, int]:
-    """(objective, packed row with the teacher's statistics, slots of a step), from the installed plugin by name."""
+def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
+    """(objective, packed row with the teacher's statistics, what a step counts), from the installed plugin by name."""
     import attrs
     import torch
     from bench_data import pack_documents, read_counts
@@ -178,12 +212,13 @@ def build(data: Path, verifier: Path, tokens: int, vocabulary_size: int, ttt_ste
     device = torch.device("cpu")
     dtype = resolve_dtype("auto", device)
     registry = load_plugins()
-    item = registry.algorithms.get("eagle3")
-    options = item.options(ttt_steps=ttt_steps)
-    facts = read_verifier(verifier)
+    item = registry.algorithms.get(arguments.algorithm)
+    facts = read_verifier(arguments.verifier)
     weights = load_verifier_weights(facts)
-    size = None if vocabulary_size >= facts.vocab_size else vocabulary_size
-    vocabulary = build_vocabulary(read_counts(data), size)
+    (size,), (tokens,) = arguments.draft_vocabulary, arguments.tokens
+    vocabulary = build_vocabulary(read_counts(arguments.data), None if size >= facts.vocab_size else size)
+    row = pack_documents(arguments.data, tokens, lost=KINDS[arguments.algorithm].lost)
+    options = item.options(**chosen_options(arguments, facts, row))
     setup = AlgorithmSetup(
         options=options,
         verifier=facts,
@@ -202,12 +237,16 @@ def build(data: Path, verifier: Path, tokens: int, vocabulary_size: int, ttt_ste
     model.train()
     loss = load_reference(registry.losses.get(item.loss).implementation, expected=PositionLoss)()
     teacher = Teacher(weights, vocabulary, device=device, compute_dtype=dtype)
-    row = pack_documents(data, tokens)
     # Computed at capture, once for all epochs: no part of a step.
     token, logsumexp = teacher.statistics(row.last_hidden)
     row = attrs.evolve(row, teacher_token=token, teacher_logsumexp=logsumexp)
+    batch = algorithm.make_batch(row, torch.Generator().manual_seed(0))
     with torch.no_grad():
-        slots = algorithm.forward(model, algorithm.make_batch(row, torch.Generator())).teacher_row.shape[0]
+        counts = {"slots": algorithm.forward(model, batch).teacher_row.shape[0]}
+    if KINDS[arguments.algorithm].anchored:
+        counts |= {"anchors": len(batch.blocks), "block_size": options.block_size, "layers": options.num_layers}
+    else:
+        counts |= {"ttt_steps": options.ttt_steps}
     objective = Objective(
         algorithm=algorithm,
         model=model,
@@ -217,7 +256,30 @@ def build(data: Path, verifier: Path, tokens: int, vocabulary_size: int, ttt_ste
         out_of_vocabulary="renormalise",
         compute_dtype=dtype,
     )
-    return objective, row, slots
+    return objective, row, counts
+
+
+def chosen_options(arguments: argparse.Namespace, facts: Any, row: Any) -> dict[str, Any]:
+    """The algorithm's options: as the peer's defaults where the command line does not say."""
+    if not KINDS[arguments.algorithm].anchored:
+        return {"ttt_steps": arguments.ttt_steps}
+    n, (block_size,), (anchors,) = facts.num_layers, arguments.block_size, arguments.anchors
+    return {
+        "block_size": block_size,
+        "num_layers": arguments.layers,
+        "layer_ids": (2, n // 2, n - 3),
+        "max_anchors": budget_per_document(row, anchors),
+    }
+
+
+def budget_per_document(row: Any, anchors: int) -> int:
+    """The number of anchors a document with which the row comes closest to *anchors*."""
+    from draftsmith.rows import supervised_run
+
+    eligible = (supervised_run(row.loss_mask, row.document_ids) >= 2) & (row.position_ids > 0)
+    each = [int(eligible[row.document_ids == document].sum()) for document in range(len(row.sample_ids))]
+    totals = [sum(min(count, budget) for count in each) for budget in range(1, max(each) + 1)]
+    return 1 + min(range(len(totals)), key=lambda place: abs(totals[place] - anchors))
 
 
 def matmul_rate(dtype: Any) -> float:

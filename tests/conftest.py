@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 
-def _setup(registry, facts, draft_size, **options):
+def _setup(registry, facts, algorithm, draft_size, **options):
     import torch
 
     from draftsmith.interfaces import AlgorithmSetup, VocabularyMap
     from draftsmith.plugins import load_reference
     from draftsmith.verifier_weights import load_verifier_weights
 
-    algorithm = registry.algorithms.get("eagle3")
+    algorithm = registry.algorithms.get(algorithm)
     chosen = algorithm.options(**options)
     size = facts.vocab_size
     # Every other token, and the lowest ones: neighbours among them, as in a real vocabulary.
@@ -54,9 +54,21 @@ def tiny_verifier(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def export_draft(registry):
-    """A function that exports a fresh draft: (folder, verifier, draft_size=…, notes=…, **options)."""
+    """A function that exports a draft: (folder, verifier, algorithm=…, draft_size=…, notes=…, **options). It is fresh,
+    unless it is given to *train*, a function of the registered algorithm, the built one, and the model."""
 
-    def export(folder: Path, verifier: Path, *, draft_size=None, name=None, notes=None, seed=0, **options):
+    def export(
+        folder: Path,
+        verifier: Path,
+        *,
+        algorithm="eagle3",
+        draft_size=None,
+        name=None,
+        notes=None,
+        seed=0,
+        train=None,
+        **options,
+    ):
         import torch
 
         from draftsmith.checkpoint.export import write_export
@@ -66,10 +78,12 @@ def export_draft(registry):
         from draftsmith.verifier import read_verifier
 
         facts = read_verifier(verifier)
-        chosen, setup = _setup(registry, facts, draft_size or facts.vocab_size, **options)
+        chosen, setup = _setup(registry, facts, algorithm, draft_size or facts.vocab_size, **options)
         torch.manual_seed(seed)
-        algorithm = load_reference(chosen.implementation)(setup)
-        model = algorithm.build_model()
+        built = load_reference(chosen.implementation)(setup)
+        model = built.build_model()
+        if train is not None:
+            train(chosen, built, model)
         steps = chosen.max_speculative_tokens(setup.options)
         context = ExportContext(setup=setup, verifier_name=name or str(verifier), speculative_tokens=steps)
         written = {"algorithm": chosen.name, "trained_speculative_tokens": steps, **(notes or {})}
@@ -77,7 +91,7 @@ def export_draft(registry):
             folder, open_format(registry.schemas.get(chosen.schema)), model, context, written
         )
         return SimpleNamespace(
-            folder=folder, verifier=verifier, algorithm=algorithm, model=model, config=config, tensors=tensors
+            folder=folder, verifier=verifier, algorithm=built, model=model, config=config, tensors=tensors
         )
 
     return export

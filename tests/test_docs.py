@@ -92,8 +92,8 @@ def test_every_metric_is_defined() -> None:
         terms=(), teacher_row=torch.arange(2), step=torch.arange(2), chain=torch.zeros(2, dtype=torch.int64),
         weight=torch.ones(2), total_positions=2, num_steps=2,
     )  # fmt: skip
-    hit = torch.ones(2, dtype=torch.bool)
-    scored = ScoredSlots(loss=torch.ones(2), correct=hit, acceptance=torch.ones(2), kept_mass=torch.ones(2), kept=hit)
+    hit, one = torch.ones(2, dtype=torch.bool), torch.ones(2)
+    scored = ScoredSlots(loss=one, correct=hit, acceptance=one, kept_mass=one, kept=hit, top_probability=one)
     names = {re.sub(r"_\d+", "_k", name) for name in divide(slot_metrics(slots, scored))}
     page = (DOCS / "training.md").read_text(encoding="utf-8")
     assert {"eal", "prefix_k", "coverage"} <= names

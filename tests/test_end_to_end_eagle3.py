@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+from command_line import draftsmith, verification
 
 from draftsmith.serving.vllm_process import running_server
 
@@ -25,24 +24,6 @@ QUESTIONS = [
     "Name three fruits.",
     "Hello",
 ]
-
-#: Runs the command line as on a machine where vLLM was never installed.
-WITHOUT_VLLM = """
-import importlib.util, sys
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
-from draftsmith.cli import main
-sys.exit(main())
-"""
-
-
-def draftsmith(*arguments, without_vllm=False):
-    start = ["-c", WITHOUT_VLLM] if without_vllm else ["-m", "draftsmith"]
-    done = subprocess.run(
-        [sys.executable, *start, *map(str, arguments)], capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +52,6 @@ verify: {{prompts: prompts.jsonl, max_tokens: 32, require_vllm: true}}
 """
     )
     return recipe, output, draftsmith("run", recipe)
-
-
-def verification(output):
-    return json.loads((output / "verification" / "verification.json").read_text())
 
 
 def times(output):

@@ -182,7 +182,7 @@ def test_an_export_that_lost_its_weights_is_made_again_or_stays_incomplete(train
     def gone(*_):
         raise CheckpointError("gone")
 
-    monkeypatch.setattr(export, "load_training_weights", gone)
+    monkeypatch.setattr(export, "load_final_weights", gone)
     with pytest.raises(CheckpointError, match="gone"):
         run_export(trained)
     assert not Stage("export", folder).record().complete

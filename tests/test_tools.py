@@ -11,6 +11,7 @@ from pathlib import Path
 
 import make_smollm2 as smollm2
 import pytest
+import run_peer_tests as peer
 import run_tests as runner
 import setup_environment as setup
 
@@ -249,11 +250,19 @@ def test_companions_of_another_torch_are_removed(
 # --- the test runner ---------------------------------------------------------------------------------------------
 
 
-def test_parts_cover_every_test_exactly_once() -> None:
+def test_parts_cover_every_test_of_this_environment_exactly_once() -> None:
     chosen = runner.parts(fast_only=False)
     expressions = {name: options[options.index("-m") + 1] for name, (options, _) in chosen.items()}
-    assert expressions == {"fast": f"not ({runner.HEAVY})", "heavy": runner.HEAVY}
+    assert expressions == {
+        "fast": f"not ({runner.HEAVY} or {runner.ELSEWHERE})",
+        "heavy": f"({runner.HEAVY}) and not {runner.ELSEWHERE}",
+    }
     assert list(runner.parts(fast_only=True)) == ["fast"]
+
+
+def test_the_peers_environment_leaves_out_torch_and_what_goes_with_another_one() -> None:
+    asked = ["torch<=2.14.1,>=2.9.0", "torchaudio", "torchvision", "hs-connectors==0.9.0", "typer>=0.12", "httpx"]
+    assert peer.wanted([*asked, "sphinx~=8.1; extra == 'dev'", 'ruff; extra == "dev"']) == ["typer>=0.12", "httpx"]
 
 
 def test_counting_adds_suites_and_parts(tmp_path: Path) -> None:

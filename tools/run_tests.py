@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "tests"
 HEAVY = "slow or vllm or model"
+#: These need another environment, see run_peer_tests.py.
+ELSEWHERE = "peer"
 #: pytest's exit code where nothing was collected, which is fine for one of the parts.
 NO_TESTS = 5
 
@@ -28,10 +30,10 @@ def workers() -> int:
 
 def parts(fast_only: bool) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Name → (pytest's arguments, environment) of each part."""
-    fast = ["-n", str(workers()), "--dist", "loadfile", "-m", f"not ({HEAVY})"]
+    fast = ["-n", str(workers()), "--dist", "loadfile", "-m", f"not ({HEAVY} or {ELSEWHERE})"]
     chosen: dict[str, tuple[list[str], dict[str, str]]] = {"fast": (fast, {"OMP_NUM_THREADS": "1"})}
     if not fast_only:
-        chosen["heavy"] = (["-m", HEAVY], {})
+        chosen["heavy"] = (["-m", f"({HEAVY}) and not {ELSEWHERE}"], {})
     return chosen
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import draftsmith.attention as attention
-from draftsmith.attention import chained_attention
+from draftsmith.attention import chained, chained_attention, kernels
 from draftsmith.device import deterministic_algorithms
 
 Chain = list[tuple[Tensor, Tensor]]
@@ -61,7 +60,7 @@ def test_linear_equals_dense(
 
 @pytest.mark.parametrize("window", [3, 20, 30])
 def test_tiles_of_a_windowed_document_agree(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    monkeypatch.setattr(attention, "WINDOW_TILE", 8)
+    monkeypatch.setattr(chained, "WINDOW_TILE", 8)
     inputs = _inputs(53, 4, 2, 2)
     dense = _run(inputs, document_lengths=[33, 20], window=window, form="dense")
     linear = _run(inputs, document_lengths=[33, 20], window=window, form="linear")
@@ -189,11 +188,10 @@ def test_kernels_of_accelerators_are_deterministic_where_that_is_asked_for(asked
     mask = torch.zeros(32, 32, device="meta", dtype=torch.bfloat16)
     with deterministic_algorithms() if asked else contextlib.nullcontext(), _Flags() as flags:
         for bias in (None, mask):
-            query, key, value, output, grad = (
-                torch.empty(shape, device="meta", dtype=torch.bfloat16) for _ in range(5)
-            )
+            query, output, grad = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for _ in range(3))
+            key, value = (torch.empty(shape[0], *shape[2:], device="meta", dtype=torch.bfloat16) for _ in range(2))
             lse = torch.empty(shape[:3], device="meta")
-            attention._kernel_backward(grad, query, key, value, output, lse, bias)
+            kernels.kernel_backward(grad, query, key, value, output, lse, bias)
         assert torch.is_deterministic_algorithms_warn_only_enabled() == asked
     assert flags.strict == dict.fromkeys(
         [

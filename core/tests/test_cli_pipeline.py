@@ -6,13 +6,14 @@ import contextlib
 import io
 import json
 
+import attrs
 import pytest
 from rich.console import Console
 
-from draftsmith import pipeline
+from draftsmith import api, pipeline
 from draftsmith.config.load import load_recipe
 from draftsmith.config.resolve import resolve
-from draftsmith.errors import DataError, FingerprintMismatch, OutputError
+from draftsmith.errors import ConfigError, DataError, FingerprintMismatch, OutputError, Problem
 from draftsmith.plugins import load_plugins, load_reference
 from draftsmith.progress import format_count, format_seconds, stage_progress
 from draftsmith.stages import STAGES, Stage, StageRecord
@@ -80,6 +81,28 @@ def test_stages_run_in_order_and_the_table_comes_last(run, stages):
 def test_only_some_stages_in_their_order(run, stages):
     pipeline.run_all(run, None, stages=["train", "prepare"], overwrite=True)
     assert calls == [("prepare", True), ("train", True)]
+
+
+@pytest.mark.parametrize("first", ["prepare", "capture", "train"])
+def test_data_that_the_algorithm_cannot_use_are_found_before_they_are_captured(run, stages, monkeypatch, first):
+    class Prepared:
+        def facts(self, tokens_per_row):
+            assert tokens_per_row == run.recipe.train.tokens_per_row
+            return api.DataFacts(token_ids=frozenset({3, 5}), longest_row=9, longest_answer=4)
+
+    def check(options, verifier, data):
+        assert options == run.algorithm_options
+        assert verifier is run.verifier
+        return [Problem("too short", where="algorithm.options.steps")] if data.longest_answer < 5 else ()
+
+    pipeline.run_all(run, None, stages=["prepare"])
+    calls.clear()
+    monkeypatch.setattr("draftsmith.data.dataset.open_prepared", lambda folder: Prepared())
+    picky = attrs.evolve(run, algorithm=attrs.evolve(run.algorithm, check_data=check))
+    with pytest.raises(ConfigError, match=r"algorithm\.options\.steps: too short"):
+        pipeline.run_all(picky, None, stages=STAGES[STAGES.index(first) :])
+    assert [name for name, _ in calls] == (["prepare"] if first == "prepare" else [])
+    pipeline.run_all(picky, None, stages=["export"])  # what is trained is trained
 
 
 def test_a_stage_that_fails_ends_the_run(run, stages):

@@ -135,6 +135,21 @@ def test_the_vocabulary_counts_supervised_training_tokens(make_run: Any) -> None
     assert summary["distinct_supervised_tokens"] == int((counts > 0).sum())
 
 
+def test_what_an_algorithm_may_know_of_the_rows(make_run: Any) -> None:
+    """Tokens of prompts and of validation count too; a row that training cuts is as long as it is then."""
+    run = make_run([conversation(n, "It is {}." + " Truly." * (n % 3)) for n in range(20)], validation_share=0.2)
+    run_prepare(run)
+    data = open_prepared(run.folders.prepared)
+    rows = [*data.train, *data.validation]
+    facts = data.facts(tokens_per_row=10_000)
+    assert facts.token_ids == {token for row in rows for token in row.token_ids.tolist()}
+    assert facts.longest_row == max(row.token_ids.shape[0] for row in rows)
+    runs = ["".join("#" if each else "." for each in row.loss_mask.tolist()).split(".") for row in rows]
+    assert facts.longest_answer == max(len(each) for row in runs for each in row) > 0
+    cut = data.facts(tokens_per_row=3)
+    assert (cut.longest_row, cut.longest_answer) == (3, 3)
+
+
 def test_too_large_a_draft_vocabulary(make_run: Any) -> None:
     with pytest.raises(DataError, match="cannot be taken from the verifier's"):
         run_prepare(make_run([conversation(1)], draft_size=10**6))

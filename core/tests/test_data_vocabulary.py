@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from draftsmith.data.vocabulary import build_vocabulary, coverage, load_vocabulary, save_vocabulary
+from draftsmith.data.vocabulary import build_vocabulary, coverage, load_occurring, load_vocabulary, save_vocabulary
 from draftsmith.errors import DataError, DiskSpaceError
 
 counts_and_size = st.lists(st.integers(0, 6), min_size=1, max_size=80).flatmap(
@@ -73,8 +73,10 @@ def test_a_draft_vocabulary_larger_than_the_verifiers_is_refused(size: int) -> N
 def test_files_come_back_as_written(tmp_path: Path) -> None:
     counts = torch.tensor([4, 0, 9, 2, 0, 1])
     vocabulary = build_vocabulary(counts, 3)
-    save_vocabulary(tmp_path / "vocabulary.safetensors", vocabulary, counts)
-    read = load_vocabulary(tmp_path / "vocabulary.safetensors")
+    path = tmp_path / "vocabulary.safetensors"
+    save_vocabulary(path, vocabulary, counts, torch.tensor([True, True, True, True, False, True]))
+    read = load_vocabulary(path)
+    assert load_occurring(path) == {0, 1, 2, 3, 5}
     assert torch.equal(read.d2t, vocabulary.d2t)
     assert torch.equal(read.t2d, vocabulary.t2d)
     assert [file.name for file in tmp_path.iterdir()] == ["vocabulary.safetensors"]
@@ -82,14 +84,14 @@ def test_files_come_back_as_written(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_map_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, counts = tmp_path / "vocabulary.safetensors", torch.tensor([4, 0, 9, 2])
-    save_vocabulary(path, build_vocabulary(counts, 2), counts)
+    save_vocabulary(path, build_vocabulary(counts, 2), counts, counts > 0)
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DiskSpaceError):
-        save_vocabulary(path, build_vocabulary(counts, 3), counts)
+        save_vocabulary(path, build_vocabulary(counts, 3), counts, counts > 0)
     assert load_vocabulary(path).draft_size == 2
     assert [file.name for file in tmp_path.iterdir()] == ["vocabulary.safetensors"]
 
@@ -97,7 +99,7 @@ def test_a_full_disk_leaves_the_map_that_was_there(tmp_path: Path, monkeypatch: 
 def test_a_contradicting_map_is_refused(tmp_path: Path) -> None:
     vocabulary = build_vocabulary(torch.tensor([4, 0, 9, 2]), 2)
     absolute = vocabulary.kept_ids()  # what some third parties store instead of offsets
-    save_file({"d2t": absolute, "t2d": vocabulary.t2d, "counts": absolute.clone()}, tmp_path / "v.safetensors")
+    save_file({"d2t": absolute, "t2d": vocabulary.t2d, "occurs": vocabulary.t2d.clone()}, tmp_path / "v.safetensors")
     with pytest.raises(DataError, match="contradict"):
         load_vocabulary(tmp_path / "v.safetensors")
 

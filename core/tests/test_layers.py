@@ -107,10 +107,25 @@ def test_expert_width_is_not_the_drafts() -> None:
 
 
 @pytest.mark.parametrize("layer_type", ["llama", "qwen3"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_configuration_survives_its_dictionary(layer_type: Any, window: int | None) -> None:
-    ours = attrs.evolve(config(layer_type, rope_parameters=YARN), sliding_window=window, eos_token_id=2)
+@pytest.mark.parametrize(("window", "full"), [(None, ()), (5, ()), (5, (0, 2))])
+def test_configuration_survives_its_dictionary(layer_type: Any, window: int | None, full: tuple[int, ...]) -> None:
+    ours = attrs.evolve(
+        config(layer_type, rope_parameters=YARN),
+        num_layers=3,
+        sliding_window=window,
+        full_attention=full,
+        eos_token_id=2,
+    )
     assert LayerConfig.from_dict(ours.to_dict()) == ours
+    kinds = ["sliding_attention" if window and index not in full else "full_attention" for index in range(3)]
+    assert ours.to_dict()["layer_types"] == kinds
+
+
+def test_a_width_of_its_own_brings_a_feed_forward_of_its_own() -> None:
+    ours = LayerConfig.from_verifier(facts(), layer_type="qwen3", num_layers=1, hidden_size=32)
+    assert (ours.hidden_size, ours.intermediate_size, ours.query_size) == (32, 96, 4 * 32)
+    given = LayerConfig.from_verifier(facts(), layer_type="qwen3", num_layers=1, hidden_size=32, intermediate_size=48)
+    assert given.intermediate_size == 48
 
 
 def test_old_spellings_are_read() -> None:
@@ -141,6 +156,17 @@ def test_norm_computes_in_float32_and_answers_in_the_input_dtype() -> None:
     norm = RMSNorm(8, 1e-6)
     want = F.rms_norm(x.float(), (8,), None, 1e-6).bfloat16()
     assert torch.equal(norm(x), want)
+
+
+def test_rotation_and_its_gradients() -> None:
+    x = torch.randn(5, 2, 6, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(5, 3, dtype=torch.float64).repeat(1, 2)
+    table = RotaryTable(angles.cos() * 1.5, angles.sin() * 1.5)
+    turned = torch.complex(*x.detach().chunk(2, -1)) * torch.polar(
+        torch.full((5, 1, 3), 1.5).double(), angles[:, None, :3]
+    )
+    torch.testing.assert_close(rotate(x, table), torch.cat((turned.real, turned.imag), -1))
+    assert torch.autograd.gradcheck(lambda a: rotate(a, table), (x,))
 
 
 def test_feed_forward_is_that_of_transformers() -> None:

@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from draftsmith.interfaces import MaskRule, Slots
 from draftsmith.masks import BUILTIN_MASKS
-from draftsmith.masks.forms import additive_mask, concatenate_slots, dense_mask, document_slots, step_slots
-from draftsmith.masks.rules import Causal, Chained
+from draftsmith.masks.forms import (
+    additive_mask,
+    block_slots,
+    concatenate_slots,
+    dense_mask,
+    document_slots,
+    step_slots,
+)
+from draftsmith.masks.rules import Anchored, AnchoredCausal, Causal, Chained
 from draftsmith.testing.masks import MaskTests
 
 
@@ -28,6 +35,27 @@ class TestCausal(MaskTests):
     def slots(self) -> tuple[Slots, Slots]:
         rows = document_slots([5, 4], total=11)
         return rows, rows
+
+
+class AnchoredTests(MaskTests):
+    def slots(self) -> tuple[Slots, Slots]:
+        rows = document_slots([5, 4], total=11)
+        blocks = block_slots(rows, torch.tensor([0, 2, 3, 7]), 3)
+        return blocks, concatenate_slots([rows, blocks])
+
+
+class TestAnchored(AnchoredTests):
+    symmetric_window = True
+
+    @pytest.fixture
+    def rule(self) -> type[MaskRule]:
+        return Anchored
+
+
+class TestAnchoredCausal(AnchoredTests):
+    @pytest.fixture
+    def rule(self) -> type[MaskRule]:
+        return AnchoredCausal
 
 
 def _table(mask: torch.Tensor) -> list[str]:
@@ -100,6 +128,45 @@ def test_chained_is_the_serving_cache(lengths: list[int], step: int, window: int
         assert int(mask[row].sum()) == len(expected)
 
 
+def _anchored(rule: MaskRule, length: int, anchors: list[int], size: int) -> list[str]:
+    rows = document_slots([length])
+    blocks = block_slots(rows, torch.tensor(anchors), size)
+    context, own = dense_mask(rule, blocks, rows), dense_mask(rule, blocks, blocks)
+    return [" ".join(pair) for pair in zip(_table(context), _table(own), strict=True)]
+
+
+def test_blocks_see_what_is_before_their_anchor_and_themselves() -> None:
+    assert _anchored(Anchored(), 6, [1, 3], 3) == [
+        "#..... ###...",
+        "#..... ###...",
+        "#..... ###...",
+        "###... ...###",
+        "###... ...###",
+        "###... ...###",
+    ]
+
+
+def test_causal_blocks_in_a_window() -> None:
+    # The window counts positions: each slot of a block stands one later, and sees one context row less.
+    assert _anchored(AnchoredCausal(3), 6, [1, 3], 3) == [
+        "#..... #.....",
+        "#..... ##....",
+        "...... ###...",
+        ".##... ...#..",
+        "..#... ...##.",
+        "...... ...###",
+    ]
+
+
+def test_a_window_of_blocks_that_look_ahead_is_as_wide_to_both_sides() -> None:
+    assert _anchored(Anchored(2), 3, [2], 4) == [
+        ".#. ##..",
+        "... ###.",
+        "... .###",
+        "... ..##",
+    ]
+
+
 def test_padding_gives_a_finite_softmax() -> None:
     rows = document_slots([2], total=4)
     mask = additive_mask(Causal(), rows, rows)
@@ -116,4 +183,6 @@ def test_registered_under_their_names() -> None:
     assert {item.name: item.implementation.rpartition(":")[2] for item in BUILTIN_MASKS} == {
         "causal": "Causal",
         "chained": "Chained",
+        "anchored": "Anchored",
+        "anchored_causal": "AnchoredCausal",
     }

@@ -45,11 +45,12 @@ class Case:
     last_hidden: Tensor
     slots: DraftSlots
 
-    def score(self, loss: PositionLoss, statistics: bool = True) -> ScoredSlots:
+    def score(self, loss: PositionLoss, statistics: bool = True, expected: Tensor | None = None) -> ScoredSlots:
         token, logsumexp = self.teacher.statistics(self.last_hidden) if statistics else (None, None)
         return score_slots(
-            self.slots, self.teacher, self.last_hidden, loss, teacher_token=token, teacher_logsumexp=logsumexp
-        )
+            self.slots, self.teacher, self.last_hidden, loss,
+            teacher_token=token, teacher_logsumexp=logsumexp, expected=expected,
+        )  # fmt: skip
 
 
 def make_case(
@@ -125,6 +126,7 @@ def reference(case: Case, loss: PositionLoss) -> ScoredSlots:
         acceptance=torch.minimum(p_full, q).sum(-1),
         kept_mass=kept_mass,
         kept=case.vocabulary.t2d[best],
+        top_probability=logits.detach().softmax(-1).gather(-1, log_p.argmax(-1, keepdim=True)).squeeze(-1),
     )
 
 
@@ -136,7 +138,8 @@ def compare(case: Case, loss: PositionLoss, *, statistics: bool = True, toleranc
     torch.testing.assert_close(scored.kept_mass, expected.kept_mass, **close)
     assert torch.equal(scored.correct, expected.correct)
     assert torch.equal(scored.kept, expected.kept)
-    for metric in (scored.acceptance, scored.kept_mass):
+    torch.testing.assert_close(scored.top_probability, expected.top_probability, **close)
+    for metric in (scored.acceptance, scored.kept_mass, scored.top_probability):
         assert not metric.requires_grad
     direction = torch.randn(scored.loss.shape, generator=torch.Generator().manual_seed(2))
     leaves = [each for pair in case.slots.terms for each in pair if each.requires_grad]
@@ -182,6 +185,29 @@ def test_one_trainable_term_beside_a_frozen_head() -> None:
     case = make_case(terms=2, trainable=True)
     case.slots.terms[0][1].requires_grad_(False)
     compare(case, Hybrid())
+
+
+@pytest.mark.parametrize("guess", ["right", "wrong", "zero", "none"])
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_a_right_guess_of_the_weights_saves_the_second_pass(
+    guess: str, frozen_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a wrong one costs it: the gradients are the same either way, also when they are taken twice."""
+    case = make_case(terms=2, trainable=True)
+    case.slots.terms[0][1].requires_grad_(not frozen_head)
+    weight = torch.rand(case.slots.teacher_row.shape, generator=torch.Generator().manual_seed(5))
+    guesses = {"right": 3.0 * weight, "wrong": weight.flip(0), "zero": 0.0 * weight, "none": None}
+    walks: list[int] = []
+    walk = scoring._Scorer.walk
+    monkeypatch.setattr(scoring._Scorer, "walk", lambda *a, **k: (walks.append(1), walk(*a, **k))[1])
+    leaves = [each for pair in case.slots.terms for each in pair if each.requires_grad]
+    references = torch.autograd.grad((reference(case, Hybrid()).loss * weight).sum() / 7, leaves)
+    scored = case.score(Hybrid(), expected=guesses[guess])
+    for _ in range(2):
+        gradients = torch.autograd.grad((scored.loss * weight).sum() / 7, leaves, retain_graph=True)
+        for gradient, wanted in zip(gradients, references, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=2e-5, atol=2e-5)
+    assert len(walks) == (1 if guess == "right" else 3)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["reduced", "full"])
@@ -270,8 +296,9 @@ def test_the_output_is_freed_with_its_last_reference() -> None:
         gc.enable()
 
 
-def test_bfloat16_products_keep_a_float32_loss() -> None:
-    case = make_case()
+@pytest.mark.parametrize("terms", [1, 2])
+def test_bfloat16_products_keep_a_float32_loss(terms: int) -> None:
+    case = make_case(terms=terms)
     teacher = Teacher(case.weights, case.vocabulary, device="cpu", compute_dtype=torch.bfloat16)
     half = attrs.evolve(case, teacher=teacher)
     expected, scored = reference(case, ForwardKL()), half.score(ForwardKL())

@@ -43,7 +43,8 @@ def test_the_environment_of_a_cpu_engine(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     assert vllm_environment(gpu=False)["VLLM_CPU_KVCACHE_SPACE"] == "7"
     assert vllm_environment(gpu=True)["LD_PRELOAD"] == "/lib/other.so"
-    assert vllm_environment(gpu=True, v2_runner=True)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    # But what is served may need more.
+    assert vllm_environment(gpu=False, required={"VLLM_CPU_KVCACHE_SPACE": "9"})["VLLM_CPU_KVCACHE_SPACE"] == "9"
 
 
 def test_counters_add_up():
@@ -81,7 +82,7 @@ def request(name, **engine):
 
 def test_results_that_are_there_are_not_computed_again(tmp_path, monkeypatch):
     wanted = request("alone", model="/nowhere")
-    path = tmp_path / f"alone-{vllm_process._digest(wanted, False)}.json"
+    path = tmp_path / f"alone-{vllm_process._digest(wanted)}.json"
     stored = {
         "outputs": [[5, 6]],
         "finish_reasons": ["length"],
@@ -93,13 +94,14 @@ def test_results_that_are_there_are_not_computed_again(tmp_path, monkeypatch):
     }
     path.write_text(json.dumps(stored))
     monkeypatch.setattr(vllm_process, "vllm_version", lambda: "1")
-    path.rename(tmp_path / f"alone-{vllm_process._digest(wanted, False)}.json")
+    path.rename(tmp_path / f"alone-{vllm_process._digest(wanted)}.json")
     result = run_engines([wanted], tmp_path)["alone"]
     assert result.outputs == ((5, 6),)
     assert result.counters is not None
     assert result.counters.acceptance_length == 1.5
     # Another request is another file.
-    assert vllm_process._digest(wanted, False) != vllm_process._digest(request("alone", model="/elsewhere"), False)
+    assert vllm_process._digest(wanted) != vllm_process._digest(request("alone", model="/elsewhere"))
+    assert vllm_process._digest(wanted) != vllm_process._digest(wanted, {"VLLM_USE_V2_MODEL_RUNNER": "1"})
 
 
 def test_without_vllm_it_says_what_to_install(tmp_path, monkeypatch):

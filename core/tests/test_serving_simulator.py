@@ -192,4 +192,4 @@ def test_replay_feeds_the_data_back():
         algorithm(oracle), torch.nn.Identity(), torch.tensor(sequence), torch.zeros(7, 4), [1, 3, 4, 5, 6], 3
     )
     assert {start: tuple(each.shape) for start, each in logits.items()} == {1: (3, SIZE), 3: (2, SIZE), 4: (1, SIZE)}
-    assert [call for call in oracle.calls if call != "reset"] == [(3, [20, 21, 22]), (5, [22, 23]), (6, [23])]
+    assert [call for call in oracle.calls if call != "reset"] == [(3, [20, 21, 22]), (5, [22, 23, 0]), (6, [23, 0, 0])]

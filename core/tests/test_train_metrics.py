@@ -37,6 +37,7 @@ def score(chains, *, shuffle=0, num_steps=K):
         acceptance=torch.tensor(overlap, dtype=torch.float32),
         kept_mass=torch.full((count,), 0.75),
         kept=torch.ones(count, dtype=torch.bool),
+        top_probability=torch.full((count,), 0.5),
     )
     return slot_metrics(drafted, scored)
 

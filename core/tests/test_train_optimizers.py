@@ -22,11 +22,13 @@ class Network(nn.Module):
         self.inner = nn.Linear(8, 12)
         self.norm = nn.LayerNorm(12)
         self.head = nn.Linear(12, 100, bias=False)
+        self.score = nn.Linear(12, 1)
         self.frozen = nn.Linear(12, 12)
         self.frozen.requires_grad_(False)
 
     def forward(self, ids):
-        return self.head(self.norm(self.inner(self.table(ids))))
+        hidden = self.norm(self.inner(self.table(ids)))
+        return self.head(hidden) + self.score(hidden)
 
 
 def learn(network, optimizers, steps, seed=1):

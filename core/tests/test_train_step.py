@@ -12,6 +12,7 @@ import torch
 from draftsmith.errors import NumericsError
 from draftsmith.interfaces import DraftSlots, StateLayout
 from draftsmith.testing.verifiers import make_tiny_verifier
+from draftsmith.train import scoring
 from draftsmith.train.metrics import divide
 from draftsmith.train.rows import padding_row, to_device
 from draftsmith.train.step import reduce_loss, score_row, train_step
@@ -74,6 +75,37 @@ def test_nothing_that_counts_is_zero_not_nan(reduction):
     assert value.item() == 0.0
 
 
+@pytest.mark.parametrize("out_of_vocabulary", ["renormalise", "mask"])
+def test_a_head_in_training_takes_one_pass_over_the_vocabulary(case, verifier, monkeypatch, out_of_vocabulary):
+    """The weights that the loss will be reduced with are known before it is scored."""
+    reduced = case.setup(verifier, draft_size=80, dropout=0.0)
+    objective = case.objective(reduced, out_of_vocabulary=out_of_vocabulary, reduction="weighted_mean")
+    objective.model.head.weight.requires_grad_(True)
+    row = case.row(reduced)
+    token, logsumexp = objective.teacher.statistics(row.last_hidden)
+    row = attrs.evolve(row, teacher_token=token, teacher_logsumexp=logsumexp)
+    walks = []
+    walk = scoring._Scorer.walk
+    monkeypatch.setattr(scoring._Scorer, "walk", lambda *a, **k: (walks.append(1), walk(*a, **k))[1])
+    score = score_row(objective, row, case.generators(1)[0])
+    score.value.backward()
+    assert objective.model.head.weight.grad.abs().sum() > 0
+    assert len(walks) == 1
+    assert 0 < score.scored.kept.float().mean() < 1
+
+
+def test_an_empty_row_reaches_every_trained_weight(case, setup):
+    objective = case.objective(setup)
+    objective.model.head.weight.requires_grad_(True)
+    row = case.row(setup)
+    row = attrs.evolve(row, loss_mask=torch.zeros_like(row.loss_mask))
+    score = score_row(objective, row, case.generators(1)[0])
+    assert score.value.item() == 0
+    score.value.backward()
+    trained = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
+    assert [name for name, p in trained.items() if p.grad is None] == []
+
+
 def test_it_learns(case, setup):
     objective = case.objective(setup)
     optimizers = case.optimizers(objective.model, setup.verifier, learning_rate=3e-3)
@@ -86,6 +118,26 @@ def test_it_learns(case, setup):
     assert result.updated
     assert losses[-1] < 0.5 * losses[0]
     assert divide(result.pairs)["eal"] > 1.5
+
+
+def test_an_algorithm_may_weigh_positions_by_what_the_draft_gets_right(case, setup, monkeypatch):
+    objective = case.objective(setup, reduction="weighted_mean")
+    row = case.row(setup)
+    seen = {}
+
+    def weights(self, slots, scored, counted):
+        seen.update(slots=slots, scored=scored, counted=counted)
+        return scored.top_probability.requires_grad_()  # a gradient that must not be followed
+
+    monkeypatch.setattr(type(objective.algorithm), "weights", weights)
+    score = score_row(objective, row, case.generators(1)[0])
+    loss, weight = score.scored.loss.detach(), seen["scored"].top_probability.detach()
+    assert bool(seen["counted"].all())
+    assert weight.std() > 0
+    assert score.value.item() == pytest.approx(float((loss * weight).sum() / weight.sum()), rel=1e-5)
+    assert score.denominator.item() == pytest.approx(float(weight.sum()), rel=1e-5)
+    assert not score.slots.weight.requires_grad
+    assert torch.equal(score.slots.weight, weight)
 
 
 @pytest.mark.parametrize("reduction", ["masked_mean", "weighted_mean", "local_mean"])

@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointSaved",
     "CheckpointSchema",
     "Command",
+    "DataFacts",
     "DraftArchitecture",
     "Item",
     "Loss",
@@ -124,10 +125,13 @@ class CheckpointSchema(Item):
 
     Attributes:
         speculators_types: the values of ``speculators_model_type`` in config.json that this schema reads.
+        warm_start_types: further values, of checkpoints that are no drafts of this kind and that training can begin
+            from all the same (``train.warm_start``).
     """
 
     implementation: str = field(validator=_is_reference)
     speculators_types: tuple[str, ...] = ()
+    warm_start_types: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -218,6 +222,27 @@ class CaptureRequirements:
         return (*self.layer_ids, num_layers) if self.last_hidden else self.layer_ids
 
 
+def _leaves_to_core(_: Any, attribute: Attribute[Any], value: Mapping[str, Any]) -> None:
+    reserved = {"model", "speculative_config"} & set(value)
+    if reserved:
+        raise ValueError(f"{attribute.name} must leave {', '.join(sorted(reserved))} to the caller")
+
+
+@frozen(kw_only=True)
+class DataFacts:
+    """What the prepared rows are like, those of validation included. Rows are counted as training cuts them.
+
+    Attributes:
+        token_ids: every token that occurs, in prompts too.
+        longest_row: tokens of the longest row.
+        longest_answer: the most supervised tokens that follow one another in a row.
+    """
+
+    token_ids: frozenset[int] = field(repr=False)
+    longest_row: int
+    longest_answer: int
+
+
 @frozen(kw_only=True)
 class ServingPlan:
     """How vLLM is told to serve an exported checkpoint as a draft.
@@ -226,15 +251,26 @@ class ServingPlan:
         method: ``speculative_config["method"]``; always passed, since vLLM else guesses it from the path.
         num_speculative_tokens: the number written in the checkpoint.
         extra: further keys of ``speculative_config``.
+        engine: further engine arguments, by the names of ``vllm.LLM``'s keywords (``vllm serve`` spells them
+            ``--like-this``); plain values. ``model`` and ``speculative_config`` are not among them.
+        environment: variables that vLLM's processes must be started with.
         as_model: the checkpoint's folder can be served as the model itself (``vllm serve CHECKPOINT``).
-        needs_v2_runner: only vLLM's model runner V2 serves it.
+        needs_v2_runner: only vLLM's model runner V2 serves it. Where that cannot run, verification says so and
+            leaves the counting to the simulator.
+        notes: what else whoever serves it must know, a sentence each; they stand in the model card.
+        unservable: why no vLLM serves it, wherever it runs; None: it does. Such a draft is exported all the same, for
+            other runtimes and for the simulator, which then does the counting; the linter reports it as an error.
     """
 
     method: str
     num_speculative_tokens: int
     extra: Mapping[str, Any] = field(factory=dict)
+    engine: Mapping[str, Any] = field(factory=dict, validator=_leaves_to_core)
+    environment: Mapping[str, str] = field(factory=dict)
     as_model: bool = True
     needs_v2_runner: bool = False
+    notes: tuple[str, ...] = ()
+    unservable: str | None = None
 
 
 def _no_problems(options: Any, verifier: VerifierFacts) -> Sequence[Problem]:
@@ -258,6 +294,8 @@ class Algorithm(Item):
         reduction: the paper's loss reduction: ``masked_mean``, ``weighted_mean`` or ``local_mean``.
         requirements: ``(options, verifier) -> CaptureRequirements``; torch-free.
         check: ``(options, verifier) -> problems``, found before anything heavy starts; torch-free.
+        check_data: ``(options, verifier, data) -> problems``, found once the data are prepared; torch-free. None
+            (the default): any data will do.
         max_speculative_tokens: ``options -> K``, the number of tokens that the trained draft may serve.
         window: ``options -> W`` of the mask rule, or None (the default): no window.
         vllm_registration: ``"module:function"`` called in vLLM's processes for an algorithm unknown to vLLM.
@@ -272,6 +310,7 @@ class Algorithm(Item):
     requirements: Callable[[Any, VerifierFacts], CaptureRequirements]
     max_speculative_tokens: Callable[[Any], int]
     check: Callable[[Any, VerifierFacts], Sequence[Problem]] = _no_problems
+    check_data: Callable[[Any, VerifierFacts, DataFacts], Sequence[Problem]] | None = None
     loss_options: Mapping[str, Any] = field(factory=dict)
     reduction: Literal["masked_mean", "weighted_mean", "local_mean"] = "masked_mean"
     window: Callable[[Any], int | None] = _no_window
@@ -306,7 +345,7 @@ class RunStarted:
 
 @frozen(kw_only=True)
 class StepFinished:
-    """After an optimiser step, or after a validation.
+    """After an optimiser step, after a validation, or after the algorithm's last hand on the trained draft.
 
     Attributes:
         step: optimiser steps done so far.
@@ -316,7 +355,7 @@ class StepFinished:
 
     step: int
     tokens: int
-    phase: Literal["train", "validation"]
+    phase: Literal["train", "validation", "finish"]
     metrics: Mapping[str, float]
 
 

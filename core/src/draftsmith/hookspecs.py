@@ -80,7 +80,8 @@ def draftsmith_run_started(event: api.RunStarted) -> None:
 
 @hookspec
 def draftsmith_step_finished(event: api.StepFinished) -> None:
-    """Called after every optimiser step (and after a validation, then with ``phase="validation"``)."""
+    """Called after every optimiser step; after a validation with ``phase="validation"``, after the algorithm's last
+    hand on the trained draft with ``phase="finish"``."""
 
 
 @hookspec

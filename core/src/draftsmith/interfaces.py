@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from attrs import field, frozen
 
-from draftsmith.api import CaptureRequirements, ServingPlan, VerifierFacts
+from draftsmith.api import CaptureRequirements, Problem, ServingPlan, VerifierFacts
 
 if TYPE_CHECKING:
     import torch
@@ -276,6 +276,8 @@ class ScoredSlots:
         acceptance: float32 [N]: sum_v min(p_v, q_v) with the full-vocabulary p (tokens not kept count as rejected).
         kept_mass: float32 [N]: mass of p on the draft vocabulary.
         kept: bool [N]: the teacher's argmax is in the draft vocabulary.
+        top_probability: float32 [N]: what the draft gives the teacher's argmax within the draft vocabulary; minus its
+            logarithm is the cross-entropy.
     """
 
     loss: Tensor
@@ -283,6 +285,7 @@ class ScoredSlots:
     acceptance: Tensor
     kept_mass: Tensor
     kept: Tensor
+    top_probability: Tensor
 
 
 class DraftArchitecture(ABC):
@@ -320,9 +323,32 @@ class DraftAlgorithm(ABC):
         no slot. Processes that train one draft together wait for each other in it.
         """
 
+    def weights(self, slots: DraftSlots, scored: ScoredSlots, counted: Tensor) -> Tensor:
+        """The position weights, where they depend on what the draft gets right: float32 [N], without gradient.
+
+        The default are those that :meth:`forward` gave. *counted* is bool [N]: slots left out of the loss are False.
+        """
+        return slots.weight
+
     def objective(self, slots: DraftSlots, scored: ScoredSlots, loss: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The scalar to minimise, given the core's reduced *loss*; and further metrics as name → [2] (sum, count)."""
         return loss, {}
+
+    def finish(self, model: nn.Module, validation: Iterable[tuple[DraftSlots, ScoredSlots]]) -> Mapping[str, float]:
+        """The last hand on the trained draft, between training and export: calibration, pruning, averaging.
+
+        Called once, with the weights that will be exported (the best by validation) in *model*, in evaluation mode.
+        What it changes in the model's own tensors, in place, is exported; training checkpoints stay as they are.
+
+        Args:
+            validation: the validation rows that have slots, scored without gradient, with the draws of every
+                validation. Scored anew on each pass over it; empty where the run keeps no rows for validation.
+
+        Returns:
+            Name → figure, for metrics.jsonl, the train stage's summary, the model card, and the exported config
+            (``finish`` under the project's key). Empty, as by default: nothing was changed.
+        """
+        return {}
 
     @abstractmethod
     def drafter(self, model: nn.Module) -> Drafter:
@@ -461,6 +487,31 @@ class CheckpointFormat(ABC):
     @abstractmethod
     def load(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         """Put exported tensors back into a model built for the same setup; the inverse of :meth:`tensors`."""
+
+    def warm_start_problems(
+        self, config: Mapping[str, Any], options: Any, verifier: VerifierFacts
+    ) -> Sequence[Problem]:
+        """Why training with *options* cannot begin from a checkpoint of this *config*; empty (the default): it can.
+
+        Asked before anything heavy starts, for a config of one of the types that the schema reads or begins from, or
+        of no type: some other project's, which :meth:`options` may know. The core compares layer ids, the draft's
+        vocabulary and, by way of :meth:`load`, names and shapes itself. Torch-free.
+        """
+        return ()
+
+    def warm_start(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Sequence[str]:
+        """Put a checkpoint's tensors into a fresh *model* that training begins from; the default: :meth:`load`.
+
+        What is shared with the verifier is the verifier's again afterwards, whatever the checkpoint holds.
+
+        Returns:
+            State-dict names of what stays freshly initialised.
+
+        Raises:
+            CheckpointError: the tensors are not those of the model.
+        """
+        self.load(model, tensors, config)
+        return ()
 
     @abstractmethod
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,15 +8,15 @@ scalings are inherited whose tables vLLM and transformers compute alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 
-from draftsmith.api import VerifierFacts
-from draftsmith.errors import CheckpointError
+from draftsmith.api import Problem, VerifierFacts
+from draftsmith.errors import CheckpointError, did_you_mean
 
-__all__ = ["ROPE_TYPES", "LayerConfig", "inherited_rope"]
+__all__ = ["ROPE_TYPES", "LayerConfig", "inherited_rope", "layer_id_problems", "override_problems"]
 
 #: rope_type → the keys that both sides read alike.
 _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -68,7 +68,8 @@ class LayerConfig:
         num_layers: draft layers.
         vocab_size: the *verifier's*: the draft's input embedding covers all of it.
         max_position_embeddings: the verifier's; a smaller one wrecks acceptance on long contexts.
-        sliding_window: positions that every layer sees (None: all).
+        sliding_window: positions that a layer sees (None: all).
+        full_attention: layers (from 0) that see all positions although there is a window; ascending.
     """
 
     layer_type: Literal["llama", "qwen3"]
@@ -83,6 +84,7 @@ class LayerConfig:
     max_position_embeddings: int
     rope_parameters: Mapping[str, Any]
     sliding_window: int | None = None
+    full_attention: tuple[int, ...] = ()
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -96,16 +98,23 @@ class LayerConfig:
         *,
         layer_type: Literal["llama", "qwen3"],
         num_layers: int,
+        hidden_size: int | None = None,
         intermediate_size: int | None = None,
         sliding_window: int | None = None,
+        full_attention: tuple[int, ...] = (),
         initializer_range: float = 0.02,
     ) -> LayerConfig:
-        """Layers of the verifier's shape. An expert's width says nothing about a dense layer: 3 H stands in for it."""
-        usual = 3 * verifier.hidden_size if verifier.is_mixture_of_experts else verifier.intermediate_size
+        """Layers of the verifier's shape. An expert's width says nothing about a dense layer: 3 H stands in for it.
+
+        So it does where the draft has a width of its own (*hidden_size*); heads keep their number and dimension.
+        """
+        width = hidden_size or verifier.hidden_size
+        is_unlike = verifier.is_mixture_of_experts or width != verifier.hidden_size
+        usual = 3 * width if is_unlike else verifier.intermediate_size
         return cls(
             layer_type=layer_type,
             num_layers=num_layers,
-            hidden_size=verifier.hidden_size,
+            hidden_size=width,
             intermediate_size=intermediate_size or usual,
             num_attention_heads=verifier.num_attention_heads,
             num_key_value_heads=verifier.num_key_value_heads,
@@ -115,11 +124,40 @@ class LayerConfig:
             max_position_embeddings=verifier.max_position_embeddings,
             rope_parameters=inherited_rope(verifier),
             sliding_window=sliding_window,
+            full_attention=full_attention,
             initializer_range=initializer_range,
             bos_token_id=verifier.bos_token_id,
             eos_token_id=verifier.eos_token_ids[0] if verifier.eos_token_ids else None,
             pad_token_id=verifier.pad_token_id,
         )
+
+    def overridden(self, overrides: Mapping[str, Any] | None) -> LayerConfig:
+        """These layers with some keys of :meth:`to_dict` replaced.
+
+        Raises:
+            CheckpointError: as of :meth:`from_dict`.
+        """
+        return LayerConfig.from_dict({**self.to_dict(), **overrides}) if overrides else self
+
+    def differences(self, other: LayerConfig) -> list[str]:
+        """What makes weights trained under *other* those of another network: ``hidden_size is 64, the other's 128``.
+
+        Left out is what no weight depends on: the longest position, special tokens, the spread of fresh weights.
+        """
+        free = {
+            "initializer_range",
+            "max_position_embeddings",
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "extra",
+        }
+        pairs = {
+            each.name: (getattr(self, each.name), getattr(other, each.name))
+            for each in fields(LayerConfig)
+            if each.name not in free
+        }
+        return [f"{name} is {ours}, the other's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
     @property
     def query_size(self) -> int:
@@ -131,9 +169,12 @@ class LayerConfig:
         """Width of all key (or value) heads together."""
         return self.num_key_value_heads * self.head_dim
 
+    def slides(self, layer: int) -> bool:
+        """Whether layer *layer* (from 0) sees the positions of the window only."""
+        return self.sliding_window is not None and layer not in self.full_attention
+
     def to_dict(self) -> dict[str, Any]:
         """``transformer_layer_config``: every key that vLLM or transformers would else fill with a default."""
-        kind = "full_attention" if self.sliding_window is None else "sliding_attention"
         return {
             "model_type": self.layer_type,
             "attention_bias": False,
@@ -146,7 +187,9 @@ class LayerConfig:
             "hidden_size": self.hidden_size,
             "initializer_range": self.initializer_range,
             "intermediate_size": self.intermediate_size,
-            "layer_types": [kind] * self.num_layers,
+            "layer_types": [
+                "sliding_attention" if self.slides(i) else "full_attention" for i in range(self.num_layers)
+            ],
             "max_position_embeddings": self.max_position_embeddings,
             "mlp_bias": False,
             "num_attention_heads": self.num_attention_heads,
@@ -201,7 +244,8 @@ class LayerConfig:
             **{key: value for key, value in rope.items() if key not in ("rope_type", "type", "rope_theta")},
         }
         types = config.get("layer_types") or ()
-        window = config.get("sliding_window") if "sliding_attention" in types else None
+        sliding = "sliding_attention"
+        window = config.get("sliding_window") if sliding in types else None
         return cls(
             layer_type=cast(Literal["llama", "qwen3"], kind),
             num_layers=int(config.get("num_hidden_layers") or 1),
@@ -215,8 +259,106 @@ class LayerConfig:
             max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
             rope_parameters=rope,
             sliding_window=window,
+            full_attention=() if window is None else tuple(i for i, each in enumerate(types) if each != sliding),
             initializer_range=float(config.get("initializer_range") or 0.02),
             bos_token_id=config.get("bos_token_id"),
             eos_token_id=config.get("eos_token_id"),
             pad_token_id=config.get("pad_token_id"),
+        )
+
+
+# --- what is wrong with options -----------------------------------------------------------------------------------
+
+
+def layer_id_problems(ids: Sequence[int] | None, verifier: VerifierFacts) -> list[Problem]:
+    """What is wrong with tapped layers *ids* given as the option ``layer_ids``; None is the algorithm's own choice."""
+    if ids is None:
+        return []
+    where = "algorithm.options.layer_ids"
+    if not ids:
+        return [Problem("no layer is tapped", where=where, hint="name at least one, or null")]
+    if list(ids) != sorted(set(ids)):
+        return [
+            Problem(
+                f"{list(ids)} is not ascending and distinct: vLLM sorts the ids, and so would permute the features",
+                where=where,
+                hint=f"write {sorted(set(ids))}",
+            )
+        ]
+    outside = [layer for layer in ids if not 0 <= layer < verifier.num_layers]
+    if not outside:
+        return []
+    return [
+        Problem(
+            f"{outside} is outside 0 … {verifier.num_layers - 1}",
+            where=where,
+            hint=f"id i is the stream after i of the verifier's {verifier.num_layers} layers; "
+            "the last one is the teacher's",
+        )
+    ]
+
+
+def override_problems(
+    derived: LayerConfig, overrides: Mapping[str, Any] | None, own: Mapping[str, str]
+) -> list[Problem]:
+    """What is wrong with the option ``layer_overrides``, or with layers as derived from the verifier.
+
+    Args:
+        derived: the layers without the overrides.
+        own: key of ``transformer_layer_config`` → the option that sets it.
+    """
+    where = "algorithm.options.layer_overrides"
+    given = overrides or {}
+    problems = [
+        Problem(f"{key} has an option of its own", where=where, hint=f"set {own[key]}") for key in given if key in own
+    ]
+    try:
+        config = derived.overridden(given)
+    except CheckpointError as error:
+        return [*problems, *(Problem(each.what, where=where, hint=each.hint) for each in error.problems)]
+    if config.hidden_size != derived.hidden_size or config.vocab_size != derived.vocab_size:
+        problems.append(
+            Problem(
+                "the draft's width and vocabulary must be the verifier's: it uses its embedding and head", where=where
+            )
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        problems.append(
+            Problem(
+                f"{config.num_attention_heads} query heads do not divide among {config.num_key_value_heads} key heads",
+                where=where if given else "verifier",
+                hint="set num_attention_heads and num_key_value_heads so that they do",
+            )
+        )
+    problems += _rope_problems(config, where)
+    problems += _not_taken_over(given, config, own, where)
+    if config.head_dim % 2:
+        problems.append(Problem(f"a head dimension of {config.head_dim} cannot be rotated: it is odd", where=where))
+    return problems
+
+
+def _rope_problems(config: LayerConfig, where: str) -> Iterator[Problem]:
+    kind = config.rope_parameters["rope_type"]
+    if kind not in ROPE_TYPES:
+        what = f"the rotary scaling {kind!r} is not one that training and vLLM compute alike"
+        yield Problem(what, where=where, hint=f"one of {', '.join(ROPE_TYPES)}")
+    elif kind != "default" and config.rope_parameters.get("factor") is None:
+        what = f"the rotary scaling {kind!r} needs a factor"
+        yield Problem(what, where=where, hint="write rope_parameters whole")
+
+
+def _not_taken_over(
+    overrides: Mapping[str, Any], config: LayerConfig, own: Mapping[str, str], where: str
+) -> Iterator[Problem]:
+    """An override that the network does not follow would be trained one way and served another, or do nothing."""
+    have = config.to_dict()
+    for key, value in overrides.items():
+        if key in own or key == "rope_parameters" or have.get(key) == value:
+            continue
+        yield Problem(
+            f"{key}: {value!r} is not something that the draft's layers can have"
+            if key in have
+            else f"the draft's layers have no {key}",
+            where=where,
+            hint=(did_you_mean(key, have) if key not in have else None) or "leave it out",
         )

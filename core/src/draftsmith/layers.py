@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.interfaces import VerifierWeights, VocabularyMap
 from draftsmith.layer_config import LayerConfig
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "RotaryTable",
+    "Weight",
+    "draft_head",
     "initialise",
     "rms_norm",
     "rotate",
@@ -125,11 +128,34 @@ def _inverse_frequencies(config: LayerConfig) -> tuple[Tensor, float]:
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     """Rotate x [T, heads, head_dim] (halves convention of Llama and NeoX); float32 inside, dtype of *x* outside."""
+    turned: Tensor = _Rotate.apply(x, table.cos, table.sin)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Rotate(torch.autograd.Function):
+    """Keeps nothing but the table: the backward pass is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    cos, sin = table.cos[:, None], table.sin[:, None]
-    wide = x.float()
-    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-    return (wide * cos + turned * sin).to(x.dtype)
+    # Both halves of a table are equal.
+    cos, sin = cos[:, None, :half], sin[:, None, :half]
+    first, second = x[..., :half].to(cos.dtype), x[..., half:].to(cos.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out[..., :half] = (first * cos).addcmul_(second, sin, value=-1)
+    out[..., half:] = (second * cos).addcmul_(first, sin)
+    return out
 
 
 class AttentionWeights(NamedTuple):
@@ -212,28 +238,58 @@ class Mlp(nn.Module):
     @staticmethod
     def apply_fused(x: Tensor, weights: MlpWeights) -> Tensor:
         """SwiGLU of x [T, H] with fused weights."""
-        gate, up = F.linear(x, weights.gate_up).chunk(2, dim=-1)
-        product: Tensor = _SwiGlu.apply(gate, up)  # type: ignore[no-untyped-call]
-        return F.linear(product, weights.down)
+        gate_up = F.linear(x, weights.gate_up)
+        output: Tensor = _GatedDown.apply(gate_up, weights.down)  # type: ignore[no-untyped-call]
+        return output
 
     def forward(self, x: Tensor) -> Tensor:
         return self.apply_fused(x, self.fused(x.dtype))
 
 
-class _SwiGlu(torch.autograd.Function):
-    """silu(gate) · up that keeps only its two inputs for the backward pass, not silu(gate) as well."""
+class _GatedDown(torch.autograd.Function):
+    """down(silu(gate) · up) of [T, 2 I], that keeps its input for the backward pass and not the product [T, I]."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+    def forward(ctx: Any, gate_up: Tensor, down: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, down)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.linear(F.silu(gate).mul_(up), down)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, F.silu(gate).mul_(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate_up, down = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_input = grad_down = None
+        active = F.silu(gate)
+        if ctx.needs_input_grad[1]:
+            grad_down = grad.t() @ (active * up)
+        if ctx.needs_input_grad[0]:
+            product = grad @ down
+            grad_input = torch.empty_like(gate_up)
+            grad_gate, grad_up = grad_input.chunk(2, dim=-1)
+            torch.mul(active, product, out=grad_up)
+            torch.ops.aten.silu_backward(product.mul_(up), gate, grad_input=grad_gate)
+        return grad_input, grad_down
+
+
+class Weight(nn.Module):
+    """A matrix under the name that its module has in the verifier: the verifier's, frozen, or the draft's own."""
+
+    def __init__(self, weight: Tensor, *, trained: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=trained)
+
+
+def draft_head(weights: VerifierWeights, vocabulary: VocabularyMap, compute_dtype: torch.dtype) -> Tensor:
+    """The verifier's head restricted to the draft vocabulary [V_d, H_t], in a dtype that loses nothing.
+
+    That is the compute dtype where the verifier stores it so, else float32; the tensor itself where nothing changes.
+    """
+    head = weights.lm_head.detach()
+    if not vocabulary.is_identity:
+        head = head[vocabulary.kept_ids().to(head.device)]
+    return head if head.dtype == compute_dtype else head.float()
 
 
 def initialise(module: nn.Module, std: float) -> None:

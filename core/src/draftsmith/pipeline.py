@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.resolve import RUN_FILE, ResolvedRun
-from draftsmith.errors import OutputError
+from draftsmith.errors import ConfigError, OutputError
 from draftsmith.plugins import load_reference
 from draftsmith.stages import FILE, STAGES, Stage, StageRecord, sole_writer, write_json_atomically
 
@@ -32,6 +32,8 @@ _FOLDERS: Mapping[str, str] = {
     "export": "checkpoint",
     "verify": "verification",
 }
+#: Stages that use the prepared data for this algorithm.
+_TRAINED_ON = ("capture", "train")
 #: Prints the closing table of a verification.
 _VERIFICATION = "draftsmith.serving.verify:print_verification"
 
@@ -101,11 +103,15 @@ def _run_stages(
             console.rule(f"[bold]{name}", align="left")
         before = Stage(name, getattr(run.folders, _FOLDERS[name])).record()
         started = time.monotonic()
+        if name in _TRAINED_ON:
+            check_data(run)
         stage: Callable[..., StageRecord] = load_reference(_FUNCTIONS[name])
         records[name] = stage(run, console, overwrite=overwrite)
         spent[name] = time.monotonic() - started
         # Written again after a stage, not before: one that refuses other inputs leaves the record of what is there.
         write_run_file(run)
+        if name == "prepare":
+            check_data(run)
         if console is not None and before is not None and before.complete and before == records[name]:
             console.print(f"{name}: complete, with the same inputs; not run again", markup=False, highlight=False)
     if console is not None and len(wanted) > 1:
@@ -113,6 +119,23 @@ def _run_stages(
     if console is not None and "verify" in records:
         print_verification(console, records["verify"])
     return records
+
+
+def check_data(run: ResolvedRun) -> None:
+    """Whether the algorithm can be trained on what was prepared, known before states are captured of it.
+
+    Raises:
+        ConfigError: with all problems found; nothing, where the data are not prepared yet.
+    """
+    record = Stage("prepare", run.folders.prepared).record()
+    if run.algorithm.check_data is None or record is None or not record.complete:
+        return
+    from draftsmith.data.dataset import open_prepared
+
+    facts = open_prepared(run.folders.prepared).facts(run.recipe.train.tokens_per_row)
+    problems = run.algorithm.check_data(run.algorithm_options, run.verifier, facts)
+    if problems:
+        raise ConfigError(problems)
 
 
 def print_times(console: Console, records: Mapping[str, StageRecord], spent: Mapping[str, float]) -> None:

@@ -65,6 +65,7 @@ def test_default_layer_ids(layers: int, ids: tuple[int, ...]) -> None:
         ({"layer_overrides": {"num_key_value_heads": 3}}, "divide"),
         ({"layer_overrides": {"head_dim": 31}}, "odd"),
         ({"layer_overrides": {"sliding_window": 4}}, "option of its own"),
+        ({"sliding_window": 4, "layer_overrides": {"layer_types": ["full_attention"]}}, "option of its own"),
         ({"layer_overrides": {"hidden_act": "gelu"}}, "hidden_act: 'gelu' is not something"),
         ({"layer_overrides": {"rope_theta": 5000}}, "have no rope_theta"),
         ({"layer_overrides": {"rope_parameters": "plain"}}, "not of its kind"),
@@ -170,6 +171,14 @@ def test_missing_flags_are_read_as_vllm_reads_them(case: AlgorithmCase) -> None:
     options = case.format.options(config)
     assert options["norm_before_residual"] is True
     assert not any(options[flag] for flag in ("norm_before_fc", "fc_norm", "norm_output"))
+
+
+def test_layers_that_differ_in_their_window_are_refused(case: AlgorithmCase) -> None:
+    config = case.format.config(context(case))
+    kinds = ["sliding_attention", "full_attention"]
+    config["transformer_layer_config"] |= {"layer_types": kinds, "sliding_window": 5, "num_hidden_layers": 2}
+    with pytest.raises(CheckpointError, match="others see everything"):
+        case.format.options(config)
 
 
 @pytest.mark.parametrize("change", ["drop", "add", "reshape"])
@@ -313,3 +322,29 @@ def test_the_mask_gets_the_window_that_the_config_says() -> None:
     registered = load_plugins().algorithms.get("eagle3")
     assert registered.window(registered.options(sliding_window=7)) == 7
     assert registered.window(registered.options()) is None
+
+
+# --- beginning from another checkpoint --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm_output": False}, "norm_output is False, the other's True"),
+        ({"norm_before_fc": False, "fc_norm": True}, "fc_norm is True, the other's False"),
+        ({"num_layers": 2}, "num_layers is 2, the other's 1"),
+        ({"layer_type": "qwen3"}, "layer_type is qwen3, the other's llama"),
+        ({"sliding_window": 9}, "sliding_window is 9, the other's None"),
+        ({"layer_overrides": {"num_key_value_heads": 4}}, "num_key_value_heads is 4"),
+    ],
+)
+def test_training_cannot_begin_from_another_network(
+    case: AlgorithmCase, options: dict[str, Any], message: str
+) -> None:
+    """Most of these have tensors of the same shapes."""
+    config = case.format.config(context(case))
+    verifier = case.algorithm.setup.verifier
+    found = case.format.warm_start_problems(config, Eagle3Options(**options), verifier)
+    assert any(message in each.what and each.hint for each in found), found
+    # more steps, or less weight on the later ones, can be trained from it
+    assert not case.format.warm_start_problems(config, Eagle3Options(ttt_steps=7, step_decay=1.0), verifier)

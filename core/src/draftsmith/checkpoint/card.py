@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,22 +15,53 @@ from draftsmith.stages import write_text_atomically
 if TYPE_CHECKING:
     from draftsmith.config.resolve import ResolvedRun
 
-__all__ = ["CARD", "add_measurement", "model_card", "serving_commands"]
+__all__ = ["CARD", "add_measurement", "model_card", "serving_commands", "speculative_config"]
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
-def serving_commands(plan: ServingPlan, verifier: str, checkpoint: str) -> list[str]:
-    """The commands that serve the checkpoint: as the model itself where that works, and beside its verifier."""
-    speculative = {
+def speculative_config(plan: ServingPlan, checkpoint: str) -> dict[str, Any]:
+    """vLLM's ``speculative_config`` that serves the draft in the folder *checkpoint* as *plan* says."""
+    return {
         "method": plan.method,
         "model": checkpoint,
         "num_speculative_tokens": plan.num_speculative_tokens,
         **plan.extra,
     }
-    beside = f"vllm serve {verifier} --speculative-config '{json.dumps(speculative)}'"
-    return [f"vllm serve {checkpoint}", beside] if plan.as_model else [beside]
+
+
+def serving_commands(plan: ServingPlan, verifier: str, checkpoint: str) -> list[str]:
+    """The commands that serve the checkpoint: as the model itself where that works, and beside its verifier."""
+    serve = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()), "vllm serve"])
+    further = "".join(f" {argument}" for argument in _engine_arguments(plan.engine))
+    speculative = shlex.quote(json.dumps(speculative_config(plan, checkpoint)))
+    beside = f"{serve} {verifier} --speculative-config {speculative}{further}"
+    return [f"{serve} {checkpoint}{further}", beside] if plan.as_model else [beside]
+
+
+def _engine_arguments(engine: Mapping[str, Any]) -> Iterator[str]:
+    """Engine arguments as ``vllm serve`` spells them."""
+    for name, value in engine.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            shown = value if isinstance(value, str) else json.dumps(value)
+            yield f"--{flag} {shlex.quote(shown)}"
+
+
+def _how_to_serve(plan: ServingPlan, verifier: str) -> list[str]:
+    if plan.unservable is not None:
+        return [f"{plan.unservable}.", *plan.notes]
+    notes = " ".join(["`.` is this folder.", *_serving_notes(plan)])
+    return ["```", *serving_commands(plan, verifier, "."), "```", "", notes]
+
+
+def _serving_notes(plan: ServingPlan) -> Iterator[str]:
+    if plan.needs_v2_runner:
+        yield "vLLM's model runner V2 is needed; vLLM chooses it by itself wherever it can run."
+    yield from plan.notes
 
 
 def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Mapping[str, Mapping[str, Any]]) -> str:
@@ -57,11 +89,7 @@ def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Ma
         "",
         "## Serve",
         "",
-        "```",
-        *serving_commands(plan, verifier, "."),
-        "```",
-        "",
-        "`.` is this folder." + (" The model runner V2 of vLLM is needed." if plan.needs_v2_runner else ""),
+        *_how_to_serve(plan, verifier),
         "",
         _BEGIN,
         _END,

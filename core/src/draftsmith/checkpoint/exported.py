@@ -37,6 +37,7 @@ __all__ = [
     "read_config",
     "read_header",
     "read_tensor",
+    "read_tensors",
     "schema_for",
     "verifier_of",
     "vocabulary_of",
@@ -123,6 +124,22 @@ def _read_file_header(path: Path) -> dict[str, StoredTensor]:
             f"the weights are cut or damaged: {error}", where=str(path), hint="export again, or copy them again"
         ) from error
     return tensors
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the checkpoint in *folder*.
+
+    Raises:
+        CheckpointError: no weights, or a file that is cut or damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted({tensor.file for tensor in read_header(folder).values()})
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the weights cannot be read: {error}", where=str(folder)) from error
 
 
 def read_tensor(tensor: StoredTensor) -> list[int]:
@@ -252,19 +269,12 @@ def load_draft(
     Raises:
         CheckpointError, UnknownNameError, VerifierError: what cannot be read, and where.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     config = read_config(folder)
     where = str(folder / CONFIG)
     schema = schema_for(config, registry, where)
     algorithm = algorithm_for(config, schema, registry, where)
     format_ = open_format(schema)
-    files = sorted({tensor.file for tensor in read_header(folder).values()})
-    try:
-        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the weights cannot be read: {error}", where=str(folder)) from error
+    tensors = read_tensors(folder)
     setup = _setup(
         config, where, algorithm, format_, tensors, registry, verifier, device, compute_dtype, trust_remote_code
     )

@@ -282,10 +282,20 @@ def _check_format(
         if facts is not None and format_.capture(config, facts).layer_ids:
             yield from _check_taps(facts)
         yield from format_.lint(config, present, facts)
+        yield from _check_servable(config, format_)
     except CheckpointError as error:
         yield _from_error(error, f"{CONFIG}: {error.where or ''}".rstrip(": "))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         yield _error(f"the config is malformed: {type(error).__name__} {error}", CONFIG, "export again")
+
+
+def _check_servable(config: Mapping[str, Any], format_: CheckpointFormat) -> Iterator[Finding]:
+    try:
+        reason = format_.serving(config).unservable
+    except CheckpointError:
+        return  # what is missing there has been reported with the config
+    if reason is not None:
+        yield _error(reason, CONFIG, "it can be simulated, trained on, and served by another runtime")
 
 
 def _check_taps(facts: VerifierFacts) -> Iterator[Finding]:

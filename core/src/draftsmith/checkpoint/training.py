@@ -5,6 +5,7 @@ Layout, below the training folder::
     checkpoints/step-00000120/model.safetensors      trainable weights and buffers, float32
                               optimizer.safetensors  optimiser/parameter/key → state, float32
                               state.json             step, metrics log size, best so far, checksums; written last
+    finished/                 model.safetensors, state.json: the best weights after the algorithm's last hand on them
 
 A checkpoint appears under its name only when complete: it is written into a temporary folder, every file and the
 folder are synced, and the folder is renamed. A damaged one (wrong checksum, missing file) is passed over for the one
@@ -36,6 +37,7 @@ __all__ = [
     "TrainingCheckpoint",
     "TrainingState",
     "checkpoints",
+    "load_final_weights",
     "load_training_weights",
     "load_weights_into",
     "prune",
@@ -46,10 +48,11 @@ __all__ = [
     "trained_tensors",
     "update_state",
     "write_checkpoint",
+    "write_finished",
 ]
 
 FORMAT = 1
-_FOLDER = "checkpoints"
+_FOLDER, _FINISHED = "checkpoints", "finished"
 _NAME = re.compile(r"step-(\d{8,})")
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
@@ -147,19 +150,40 @@ def write_checkpoint(
         DiskSpaceError: the disk is full; nothing is left of the attempt, earlier checkpoints are untouched.
         OutputError: any other failure to write.
     """
-    target = _checkpoint_path(folder, state.step)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
+
+    def fill(temporary: Path) -> None:
         checksums = {
             _MODEL: _write_tensors(temporary / _MODEL, model),
             _OPTIMIZER: _write_tensors(temporary / _OPTIMIZER, optimizer),
         }
         _write_state(temporary / _STATE, state, checksums)
+
+    return _write_folder(_checkpoint_path(folder, state.step), fill)
+
+
+def write_finished(folder: Path, step: int, model: Mapping[str, Tensor]) -> Path:
+    """Write what the algorithm made of the weights of *step* after training, for the export. All or nothing.
+
+    Raises:
+        DiskSpaceError, OutputError: as :func:`write_checkpoint`.
+    """
+
+    def fill(temporary: Path) -> None:
+        content = {"format": FORMAT, "checksums": {_MODEL: _write_tensors(temporary / _MODEL, model)}, "step": step}
+        write_json_atomically(temporary / _STATE, {**content, "digest": digest(content)})
+
+    return _write_folder(folder / _FINISHED, fill)
+
+
+def _write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        fill(temporary)
         _sync(temporary)
-        if target.exists():  # a damaged one of the same step: a good one is never written twice
+        if target.exists():  # a damaged one of the same step, or one of a start that was killed right after it
             shutil.rmtree(target)
         os.replace(temporary, target)
         _sync(target.parent)
@@ -250,19 +274,28 @@ def read_checkpoint(path: Path) -> TrainingCheckpoint:
         CheckpointError: a file is missing, unreadable or does not match its checksum.
     """
     try:
-        content = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        if content.pop("digest") != digest(content):
-            raise CheckpointError(f"{_STATE} is damaged: its checksum differs", where=str(path))
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"the checkpoint has format {content['format']}, not {FORMAT}", where=str(path))
-        for name, checksum in content["checksums"].items():
-            if _checksum(path / name) != checksum:
-                raise CheckpointError(f"{name} is damaged: its checksum differs", where=str(path))
+        content = _read_content(path)
         state = _structured(content["state"])
         model, optimizer = load_file(path / _MODEL), load_file(path / _OPTIMIZER)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(f"the checkpoint cannot be read: {error}", where=str(path)) from error
     return TrainingCheckpoint(path=path, state=state, model=model, optimizer=optimizer)
+
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+
+
+def _read_content(path: Path) -> dict[str, Any]:
+    """state.json of the folder *path*, after it and the files that it lists were compared with their checksums."""
+    content: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    if content.pop("digest") != digest(content):
+        raise CheckpointError(f"{_STATE} is damaged: its checksum differs", where=str(path))
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"the checkpoint has format {content['format']}, not {FORMAT}", where=str(path))
+    for name, checksum in content["checksums"].items():
+        if _checksum(path / name) != checksum:
+            raise CheckpointError(f"{name} is damaged: its checksum differs", where=str(path))
+    return content
 
 
 def _structured(plain: dict[str, Any]) -> TrainingState:
@@ -325,6 +358,28 @@ def load_training_weights(
             hint=f"remove {folder} and run `draftsmith train` again, or put the file back from a copy",
         ) from error
     return dict(chosen.model), chosen.state.step
+
+
+def load_final_weights(
+    folder: Path, warn: Callable[[str], None] = lambda message: None
+) -> tuple[dict[str, Tensor], int]:
+    """Weights to export, and their step: what the algorithm made of the best ones, or else those themselves.
+
+    Raises:
+        CheckpointError: there are none, or they are damaged.
+    """
+    path = folder / _FINISHED
+    if not path.is_dir():
+        return load_training_weights(folder, "best", warn)
+    try:
+        content = _read_content(path)
+        return load_file(path / _MODEL), int(content["step"])
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"the finished weights cannot be read: {error}",
+            where=str(path),
+            hint=f"remove {folder} and run `draftsmith train` again, or put the file back from a copy",
+        ) from error
 
 
 def prune(folder: Path, *, current: int, keep: int, best: int | None) -> None:

@@ -110,7 +110,8 @@ class ResolvedRun:
 def resolve(loaded: LoadedRecipe, registry: PluginRegistry, stages: Sequence[str] = STAGES) -> ResolvedRun:
     """Resolve names, structure options, read the verifier's facts, and cross-check.
 
-    Relative paths of data are taken from the recipe's folder; ``verifier`` and ``output`` from the current folder.
+    Relative paths of data are taken from the recipe's folder; ``verifier``, ``output`` and ``train.warm_start`` from
+    the current folder.
 
     Args:
         stages: those that are to run. What only others need is not asked of this machine: where hidden states were
@@ -157,6 +158,8 @@ class _Resolver:
             speculative_tokens = self.speculative_tokens(algorithm, options)
             if verifier is not None:
                 requirements = self.requirements(algorithm, options, verifier)
+            if verifier is not None and requirements is not None and schema is not None:
+                self.warm_start(schema, options, verifier, requirements)
         if verifier is not None:
             self.vocabulary(verifier)
             self.length(verifier)
@@ -354,6 +357,29 @@ class _Resolver:
             except VerifierError as error:
                 self.record(error, "verifier")
         return requirements
+
+    def warm_start(
+        self,
+        schema: api.CheckpointSchema,
+        options: Any,
+        verifier: api.VerifierFacts,
+        requirements: api.CaptureRequirements,
+    ) -> None:
+        key = "train.warm_start"
+        if self.recipe.train.warm_start is None or self.is_broken(key):
+            return
+        from draftsmith.checkpoint.warm_start import warm_start_problems
+
+        folder = Path(self.recipe.train.warm_start).expanduser()
+        try:
+            found = warm_start_problems(folder, schema, options, verifier, requirements)
+        except DraftsmithError as error:
+            self.record(error, key)
+            return
+        self.problems += [
+            Problem(each.what, where=f"{self.loaded.locate(key)}: {each.where or folder}", hint=each.hint)
+            for each in found
+        ]
 
     def option_problem(self, problem: Problem) -> Problem:
         """An algorithm names the option concerned; the recipe's place is added here."""

@@ -139,6 +139,9 @@ class TrainConfig:
     attention: Literal["auto", "linear", "dense", "flex"] = field(default="auto", metadata=_help("attention form"))
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=_help("auto: cuda where there is one"))
     seed: int = field(default=0, metadata=_help("of initialisation, data order and sampling"))
+    warm_start: str | None = field(
+        default=None, metadata=_help("exported checkpoint (a folder) that training begins from; null: fresh weights")
+    )
     validate_every: int | None = field(
         default=None, validator=optional(ge(1)), metadata=_help("steps between validations; null: once an epoch")
     )

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import field, frozen
 
-from draftsmith.data.vocabulary import load_vocabulary
+from draftsmith.api import DataFacts
+from draftsmith.data.vocabulary import load_occurring, load_vocabulary
 from draftsmith.errors import DataError
 from draftsmith.interfaces import VocabularyMap
 from draftsmith.stages import Stage
@@ -136,6 +137,15 @@ class PreparedData:
     def vocabulary(self) -> VocabularyMap:
         """The draft vocabulary, taken from the training rows."""
         return load_vocabulary(self.folder / VOCABULARY)
+
+    def facts(self, tokens_per_row: int) -> DataFacts:
+        """What the rows are like, where training cuts them at *tokens_per_row*."""
+        longest = min(self.summary["longest"], tokens_per_row)
+        return DataFacts(
+            token_ids=load_occurring(self.folder / VOCABULARY),
+            longest_row=longest,
+            longest_answer=min(self.summary["longest_answer"], longest),
+        )
 
 
 def open_prepared(folder: Path) -> PreparedData:

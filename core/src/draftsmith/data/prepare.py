@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import heapq
+import itertools
 import json
 import os
 import shutil
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["prepare_fingerprint", "run_prepare", "split_by_hash", "tokenizer_fingerprint"]
 
 #: Raised when the meaning of the stored rows changes, so that older ones are not reused.
-FORMAT = 1
+FORMAT = 2
 
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -228,7 +229,9 @@ class _Preparation:
         self.seen: set[str] = set()
         self.groups: list[str] = []
         self.lengths: list[int] = []
+        self.longest_answer = 0
         self.frequencies: list[Tensor] = []
+        self.occurring: set[int] = set()
         self.writer: RowWriter = RowWriter(self.folder)
         # What is no Unicode stays readable as JSON: a lone surrogate is written as its escape.
         self.rejected = open(  # noqa: SIM115 - closed in make()
@@ -429,6 +432,8 @@ class _Preparation:
         self.counts.sources[conversation.source] += 1
         self.groups.append(conversation.prompt_hash)
         self.lengths.append(len(token_ids))
+        self.longest_answer = max(self.longest_answer, _longest_run(loss_mask))
+        self.occurring.update(token_ids)
         # Only what is supervised is kept in memory, for the vocabulary: some 2 bytes a token.
         ids = torch.tensor(token_ids, dtype=torch.int32)
         self.frequencies.append(ids[torch.tensor(loss_mask)])
@@ -449,13 +454,17 @@ class _Preparation:
         )
 
     def _finish(self) -> dict[str, Any]:
+        import torch
+
         from draftsmith.data.dataset import VOCABULARY
         from draftsmith.data.vocabulary import build_vocabulary, coverage, save_vocabulary
 
         validation = split_by_hash(self.groups, self.data.validation_share)
         frequencies = [self._count(each is wanted for each in validation) for wanted in (False, True)]
         vocabulary = build_vocabulary(frequencies[0], self.run.recipe.vocabulary.draft_size)
-        save_vocabulary(self.folder / VOCABULARY, vocabulary, frequencies[0])
+        occurs = torch.zeros(vocabulary.target_size, dtype=torch.bool)
+        occurs[sorted(self.occurring)] = True
+        save_vocabulary(self.folder / VOCABULARY, vocabulary, frequencies[0], occurs)
         self.writer.split(validation)
         counts = self.counts
         return {
@@ -465,6 +474,7 @@ class _Preparation:
             **self._split_summary("train", validation, False, frequencies[0]),
             **self._split_summary("validation", validation, True, frequencies[1]),
             "longest": max(self.lengths),
+            "longest_answer": self.longest_answer,
             "mean_length": round(sum(self.lengths) / len(self.lengths), 1),
             "rejected": dict(counts.rejected.most_common()),
             "duplicates": counts.duplicates,
@@ -510,6 +520,11 @@ class _Preparation:
         if "" in self.counts.terminators:
             notes.append("the chat template puts no end of turn behind an answer: the draft does not learn to end one")
         return notes
+
+
+def _longest_run(loss_mask: Iterable[bool]) -> int:
+    """The most supervised tokens that follow one another."""
+    return max((sum(1 for _ in run) for supervised, run in itertools.groupby(loss_mask) if supervised), default=0)
 
 
 def _rejection(conversation: Conversation, error: RowRejected) -> Rejection:

@@ -16,7 +16,7 @@ from draftsmith.errors import DataError
 from draftsmith.interfaces import VocabularyMap
 from draftsmith.stages import write_tensors_atomically
 
-__all__ = ["build_vocabulary", "coverage", "load_vocabulary", "save_vocabulary"]
+__all__ = ["build_vocabulary", "coverage", "load_occurring", "load_vocabulary", "save_vocabulary"]
 
 
 def build_vocabulary(counts: Tensor, draft_size: int | None = None) -> VocabularyMap:
@@ -52,13 +52,18 @@ def coverage(vocabulary: VocabularyMap, counts: Tensor) -> float:
     return int(counts[vocabulary.t2d].sum()) / total if total else 1.0
 
 
-def save_vocabulary(path: Path, vocabulary: VocabularyMap, counts: Tensor) -> None:
-    """Write ``d2t``, ``t2d`` and ``counts`` as safetensors, atomically.
+def save_vocabulary(path: Path, vocabulary: VocabularyMap, counts: Tensor, occurs: Tensor) -> None:
+    """Write ``d2t``, ``t2d``, ``counts`` and ``occurs`` as safetensors, atomically.
+
+    Args:
+        counts: int64 [V_t], see :func:`build_vocabulary`.
+        occurs: bool [V_t], True for the tokens that occur in any row, supervised or not.
 
     Raises:
         DiskSpaceError, OutputError: it cannot be written; what was there is as it was.
     """
-    write_tensors_atomically(path, {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d, "counts": counts})
+    tensors = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d, "counts": counts, "occurs": occurs}
+    write_tensors_atomically(path, tensors)
 
 
 def load_vocabulary(path: Path) -> VocabularyMap:
@@ -67,12 +72,33 @@ def load_vocabulary(path: Path) -> VocabularyMap:
     Raises:
         DataError: missing, damaged, or contradicting itself.
     """
-    hint = f"remove {path.parent}, and run `draftsmith prepare` again: it makes the same map"
+    stored = _stored(path)
+    vocabulary = VocabularyMap(d2t=stored["d2t"], t2d=stored["t2d"])
+    if not torch.equal(vocabulary.kept_ids(), vocabulary.t2d.nonzero().flatten()):
+        raise DataError("d2t and t2d contradict each other", where=str(path), hint=_hint(path))
+    return vocabulary
+
+
+def load_occurring(path: Path) -> frozenset[int]:
+    """The tokens that occur in any prepared row.
+
+    Raises:
+        DataError: missing or damaged.
+    """
+    return frozenset(_stored(path)["occurs"].nonzero().flatten().tolist())
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
     try:
         stored = load_file(path)
-        vocabulary = VocabularyMap(d2t=stored["d2t"], t2d=stored["t2d"])
-    except (OSError, SafetensorError, KeyError) as error:
-        raise DataError(f"the vocabulary map cannot be read: {error}", where=str(path), hint=hint) from error
-    if not torch.equal(vocabulary.kept_ids(), vocabulary.t2d.nonzero().flatten()):
-        raise DataError("d2t and t2d contradict each other", where=str(path), hint=hint)
-    return vocabulary
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"the vocabulary map cannot be read: {error}", where=str(path), hint=_hint(path)) from error
+    missing = [name for name in ("d2t", "t2d", "occurs") if name not in stored]
+    if missing:
+        what = f"the vocabulary map cannot be read: it lacks {', '.join(missing)}"
+        raise DataError(what, where=str(path), hint=_hint(path))
+    return stored
+
+
+def _hint(path: Path) -> str:
+    return f"remove {path.parent}, and run `draftsmith prepare` again: it makes the same map"

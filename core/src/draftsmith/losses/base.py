@@ -6,7 +6,7 @@ Shapes: C positions of a chunk, V_d draft vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,7 +78,13 @@ class ProbabilityLoss(PositionLoss):
 
     The core computes log-probabilities for its metrics anyway; a loss of this kind starts from them instead of from
     the logits. A subclass writes :meth:`of_log_q`, differentiable, and :meth:`with_gradient`, in closed form.
+
+    Attributes:
+        keeps: names of the tensors of ``draft`` that :meth:`with_gradient` leaves as they are, and does not return.
+            Where losses are summed, they need no copies.
     """
+
+    keeps: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def of_log_q(self, log_q: Tensor, teacher: TeacherChunk) -> Tensor:

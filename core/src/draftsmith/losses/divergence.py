@@ -19,6 +19,8 @@ __all__ = ["CrossEntropy", "ForwardKL", "JensenShannon", "ReverseKL"]
 class ForwardKL(ProbabilityLoss):
     """sum p (log p - log q); d/dz = q - p."""
 
+    keeps = frozenset({"log_q"})
+
     def of_log_q(self, log_q: Tensor, teacher: TeacherChunk) -> Tensor:
         return negative_entropy(teacher) - dot(probabilities(teacher), log_q)
 
@@ -28,6 +30,8 @@ class ForwardKL(ProbabilityLoss):
 
 class CrossEntropy(ProbabilityLoss):
     """-log q[argmax p], p restricted to the draft vocabulary; d/dz = q - onehot."""
+
+    keeps = frozenset({"log_q"})
 
     def of_log_q(self, log_q: Tensor, teacher: TeacherChunk) -> Tensor:
         return -log_q.gather(-1, teacher.top[:, None]).squeeze(-1)

@@ -31,6 +31,8 @@ def _overlap_gradient(draft: DraftChunk, teacher: TeacherChunk) -> tuple[Tensor,
 class TotalVariation(ProbabilityLoss):
     """1 - alpha, half the L1 distance."""
 
+    keeps = frozenset({"q"})
+
     def of_log_q(self, log_q: Tensor, teacher: TeacherChunk) -> Tensor:
         return 1.0 - _overlap(log_q, teacher)
 
@@ -41,6 +43,8 @@ class TotalVariation(ProbabilityLoss):
 
 class NegativeLogAcceptance(ProbabilityLoss):
     """-log max(alpha, floor); no gradient below the floor."""
+
+    keeps = frozenset({"q"})
 
     def __init__(self, floor: float = 1e-5) -> None:
         self.floor = floor

@@ -43,18 +43,25 @@ class _SumOfProbabilities(ProbabilityLoss, WeightedSum):
         return torch.stack([weight * loss.of_log_q(log_q, teacher) for loss, weight in self.terms]).sum(0)
 
     def with_gradient(self, draft: DraftChunk, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
-        def own() -> DraftChunk:
-            return DraftChunk(draft.log_q.clone(), draft.q.clone())
+        last = len(self.terms) - 1
 
-        return _sum((loss.with_gradient(own(), teacher), weight) for loss, weight in self.terms)
+        def own(place: int, loss: ProbabilityLoss) -> DraftChunk:
+            """What *loss* may overwrite: after the last one nobody needs the draft any more."""
+            if place == last:
+                return draft
+            return DraftChunk(*(x if name in loss.keeps else x.clone() for name, x in draft._asdict().items()))
+
+        return _sum(
+            (loss.with_gradient(own(place, loss), teacher), weight) for place, (loss, weight) in enumerate(self.terms)
+        )
 
 
 def _sum(found: Iterable[tuple[tuple[Tensor, Tensor], float]]) -> tuple[Tensor, Tensor]:
-    """The weighted sum of pairs (value [C], gradient [C, V_d]), of which one at a time is held."""
+    """The weighted sum of pairs (value [C], gradient [C, V_d]), of which one at a time is held; in the first pair."""
     total: tuple[Tensor, Tensor] | None = None
     for (value, gradient), weight in found:
         if total is None:
-            total = value.mul(weight), gradient.mul(weight)
+            total = value.mul_(weight), gradient.mul_(weight)
         else:
             total[0].add_(value, alpha=weight)
             total[1].add_(gradient, alpha=weight)

@@ -21,4 +21,14 @@ BUILTIN_MASKS: tuple[Mask, ...] = (
         summary="earlier rows of the same document and the query's own drafted continuation, within the window",
         implementation="draftsmith.masks.rules:Chained",
     ),
+    Mask(
+        name="anchored",
+        summary="the rows before the anchor and all slots of the anchor's block, within the window",
+        implementation="draftsmith.masks.rules:Anchored",
+    ),
+    Mask(
+        name="anchored_causal",
+        summary="the rows before the anchor and the slots of its block up to the query's own, within the window",
+        implementation="draftsmith.masks.rules:AnchoredCausal",
+    ),
 )

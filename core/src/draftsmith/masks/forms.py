@@ -16,7 +16,15 @@ from draftsmith.interfaces import MaskRule, Slots
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["additive_mask", "concatenate_slots", "dense_mask", "document_slots", "flex_block_mask", "step_slots"]
+__all__ = [
+    "additive_mask",
+    "block_slots",
+    "concatenate_slots",
+    "dense_mask",
+    "document_slots",
+    "flex_block_mask",
+    "step_slots",
+]
 
 
 def document_slots(lengths: Sequence[int], total: int | None = None, device: torch.device | str = "cpu") -> Slots:
@@ -44,6 +52,16 @@ def document_slots(lengths: Sequence[int], total: int | None = None, device: tor
 def step_slots(rows: Slots, step: int) -> Slots:
     """The slots that continue the step-0 slots *rows* by *step* drafted tokens: same row, later position."""
     return Slots(rows.index, rows.document, rows.position + step, torch.full_like(rows.index, step))
+
+
+def block_slots(rows: Slots, anchors: Tensor, block_size: int) -> Slots:
+    """Slots [N * B] of blocks of *block_size* = B that hang on the rows *anchors* [N] of the step-0 slots *rows*.
+
+    Slot s of a block has its anchor's index and document, position(anchor) + s, and step s + 1.
+    """
+    slot = torch.arange(block_size, device=anchors.device).repeat(anchors.shape[0])
+    hung = Slots(*(each[anchors].repeat_interleave(block_size) for each in rows))
+    return Slots(hung.index, hung.document, hung.position + slot, slot + 1)
 
 
 def concatenate_slots(parts: Sequence[Slots]) -> Slots:

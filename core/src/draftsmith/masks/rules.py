@@ -6,7 +6,7 @@ from torch import Tensor
 
 from draftsmith.interfaces import MaskRule, Slots
 
-__all__ = ["Causal", "Chained"]
+__all__ = ["Anchored", "AnchoredCausal", "Causal", "Chained"]
 
 
 class Causal(MaskRule):
@@ -30,6 +30,35 @@ class Chained(MaskRule):
         own_chain = (key.step > 0) & (key.index == query.index) & (key.step <= query.step)
         visible = _same_document(query, key) & (real | own_chain)
         return visible if self.window is None else visible & _in_window(query, key, self.window)
+
+
+class Anchored(MaskRule):
+    """Blocks that hang on anchors: the rows before the anchor, then the block's own slots, all of them.
+
+    A slot of a block has the index of its anchor's row and a step >= 1 (slot s: s + 1, position(anchor) + s). It sees
+    the step-0 keys of rows j < index of its document (strictly: the anchor's own features do not exist yet) and the
+    slots of the same anchor. Within a window W it sees positions (p - W, p + W): a window is as wide to both sides
+    where attention is not causal, as in vLLM's kernels. Step-0 queries see what is before them.
+    """
+
+    #: Whether a slot sees the slots of its block up to its own only; the window then is (p - W, p].
+    causal = False
+
+    def __call__(self, query: Slots, key: Slots) -> Tensor:
+        context = (key.step == 0) & (key.index < query.index)
+        own_block = (key.step > 0) & (query.step > 0) & (key.index == query.index)
+        if self.causal:
+            own_block = own_block & (key.step <= query.step)
+        visible = _same_document(query, key) & (context | own_block)
+        if self.window is None:
+            return visible
+        return visible & _in_window(query, key, self.window) & (key.position < query.position + self.window)
+
+
+class AnchoredCausal(Anchored):
+    """:class:`Anchored`, with slots that see their block up to their own slot only."""
+
+    causal = True
 
 
 def _same_document(query: Slots, key: Slots) -> Tensor:

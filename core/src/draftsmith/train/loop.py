@@ -7,6 +7,7 @@ the duties of the step just done, in this order: validate, save, stop if asked t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -22,14 +23,18 @@ from draftsmith import api
 from draftsmith.checkpoint.training import (
     Best,
     TrainingState,
+    load_training_weights,
+    load_weights_into,
     prune,
     random_states,
     trained_tensors,
     update_state,
     write_checkpoint,
+    write_finished,
 )
 from draftsmith.config.schema import TrainConfig
-from draftsmith.errors import DataError, Stopped
+from draftsmith.errors import DataError, NumericsError, Stopped
+from draftsmith.interfaces import DraftAlgorithm, DraftSlots, ScoredSlots
 from draftsmith.progress import stage_progress
 from draftsmith.train.log import MetricsLog
 from draftsmith.train.metrics import Pairs, add_pairs, divide
@@ -37,7 +42,7 @@ from draftsmith.train.optimizers import Optimizers
 from draftsmith.train.rows import LoadedRow, Order, RowLoader, derived_seed, read_ahead, to_device
 from draftsmith.train.schedule import rate_factor, warmup_steps
 from draftsmith.train.signals import StopRequest
-from draftsmith.train.step import Objective, score_row, train_step
+from draftsmith.train.step import Objective, RowScore, score_row, train_step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
 #: Metrics shown beside the progress bar.
 _SHOWN = ("loss", "eal", "position_0_acc")
 
-__all__ = ["Events", "Job", "train", "validate"]
+__all__ = ["Events", "Job", "finish", "train", "validate"]
 
 
 class Events(Protocol):
@@ -203,17 +208,71 @@ def validate(job: Job) -> Pairs | None:
 
     Changes nothing: the modules' train or eval modes and the global generators are as before, whatever happens.
     """
-    parts: list[Pairs] = []
+    try:
+        return add_pairs(score.pairs for score in _scored_validation(job))
+    except _Interrupted:
+        return None
+
+
+def finish(job: Job, state: TrainingState) -> dict[str, float]:
+    """Let the algorithm put its last hand on the best weights, and store what comes of it for the export.
+
+    Returns:
+        The algorithm's figures; without any, nothing was changed, and nothing is stored.
+
+    Raises:
+        Stopped: a signal came in between; the trained weights are as they were.
+        NumericsError: a figure is not finite.
+    """
+    algorithm, model = job.objective.algorithm, job.objective.model
+    if type(algorithm).finish is DraftAlgorithm.finish:
+        return {}
+    weights, step = load_training_weights(job.folder, "best", job.warn)
+    load_weights_into(model, weights)
+    model.eval()
+    try:
+        figures = {name: float(value) for name, value in algorithm.finish(model, _ValidationSlots(job)).items()}
+    except _Interrupted:
+        raise _stopped(job, state) from None
+    bad = [name for name, value in figures.items() if not math.isfinite(value)]
+    if bad:
+        raise NumericsError(f"{', '.join(bad)} of the finished draft is not finite", where=str(job.folder))
+    if not figures:
+        return {}
+    write_finished(job.folder, step, trained_tensors(model))
+    job.log.write({"step": step, "phase": "finish", "tokens": state.tokens, **figures})
+    job.events.step_finished(api.StepFinished(step=step, tokens=state.tokens, phase="finish", metrics=figures))
+    return figures
+
+
+class _Interrupted(Exception):
+    """A signal came while validation rows were scored."""
+
+
+class _ValidationSlots:
+    """The validation rows that have slots, scored anew on every pass."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __iter__(self) -> Iterator[tuple[DraftSlots, ScoredSlots]]:
+        for score in _scored_validation(self._job):
+            if score.scored is not None:
+                yield score.slots, score.scored
+
+
+def _scored_validation(job: Job) -> Iterator[RowScore]:
+    """All validation rows, with the same draws at every validation, so that they can be compared."""
     rows = read_ahead(job.load_validation, iter(job.validation_bins))
-    with closing(rows), _evaluating(job.objective.model, job.device):
+    with closing(rows):
         for place, loaded in enumerate(rows):
             if job.stop:
-                return None
+                raise _Interrupted
             _tell_skipped(job, [loaded])
             row = to_device(loaded.row, job.device, job.objective.compute_dtype)
-            # The same draws at every validation, so that they can be compared.
-            parts.append(score_row(job.objective, row, _generator(job, "validation", place)).pairs)
-    return add_pairs(parts)
+            with _evaluating(job.objective.model, job.device):  # left before whoever asks goes on
+                score = score_row(job.objective, row, _generator(job, "validation", place))
+            yield score
 
 
 @contextmanager

@@ -81,8 +81,9 @@ class Optimizers:
 def muon_names(model: nn.Module, vocabulary_sizes: Collection[int]) -> frozenset[str]:
     """Names of the trainable matrices that Muon takes; AdamW takes the rest.
 
-    Muon orthogonalises the update of a map between hidden spaces. Vectors (norms, biases), lookup tables and
-    matrices with a vocabulary on one side (heads, embeddings, low-rank token tables) are not such maps.
+    Muon orthogonalises the update of a map between hidden spaces. Vectors (norms, biases, maps to a single number),
+    lookup tables and matrices with a vocabulary on one side (heads, embeddings, low-rank token tables) are no such
+    maps.
     """
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     sizes = set(vocabulary_sizes)
@@ -91,6 +92,7 @@ def muon_names(model: nn.Module, vocabulary_sizes: Collection[int]) -> frozenset
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
         and parameter.dim() == 2
+        and 1 not in parameter.shape
         and id(parameter) not in tables
         and not sizes.intersection(parameter.shape)
     )

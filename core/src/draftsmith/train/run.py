@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from draftsmith.checkpoint.training import (
     read_newest,
     restore_random_states,
 )
+from draftsmith.checkpoint.warm_start import begin_from, checkpoint_digest
 from draftsmith.config.structure import plain
 from draftsmith.data.dataset import open_prepared
 from draftsmith.device import deterministic_algorithms, resolve_dtype, training_device
@@ -27,7 +29,7 @@ from draftsmith.errors import OutputError, SampleError, Stopped
 from draftsmith.observers import Dispatcher, open_observers
 from draftsmith.stages import Stage, StageRecord
 from draftsmith.train.log import MetricsLog
-from draftsmith.train.loop import Job, train
+from draftsmith.train.loop import Job, finish, train
 from draftsmith.train.optimizers import Optimizers, build_optimizers
 from draftsmith.train.rows import Order, RowLoader, RowPlan, Table, check_plan, derived_seed, plan_rows
 from draftsmith.train.scoring import Teacher
@@ -57,6 +59,7 @@ class Training:
         rows, validation_rows: the packed rows of the two tables.
         order: which rows each optimiser step trains on.
         statistics: the teacher's, of the capture, are of this training's dtype, and are read.
+        fresh: state-dict names of what a warm start leaves freshly initialised.
     """
 
     objective: Objective
@@ -69,6 +72,7 @@ class Training:
     load_validation: RowLoader
     parameters: ParameterCount
     statistics: bool
+    fresh: tuple[str, ...] = ()
 
     @property
     def model(self) -> nn.Module:
@@ -100,9 +104,9 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
         # Signals are noted from here on: one that comes while the weights load stops before the first step.
         with StopRequest() as stop, deterministic_algorithms():
             training = prepare_training(run)
-            _describe(training, say)
-            state = _train(run, training, stop, events, console, say)
-        record = stage.finish(_summary(training, state))
+            _describe(run, training, say)
+            state, figures = _train(run, training, stop, events, console, say)
+        record = stage.finish(_summary(training, state) | ({"finish": figures} if figures else {}))
         outcome = "completed"
     except Stopped:
         outcome = "stopped"
@@ -130,6 +134,8 @@ def train_fingerprint(run: ResolvedRun) -> dict[str, Any]:
         )
     recipe = run.resolved_recipe()
     settings = {name: value for name, value in recipe["train"].items() if name not in _HARMLESS}
+    if settings.pop("warm_start") is not None:  # what is in the folder counts, not where it lies
+        settings["warm_start"] = checkpoint_digest(_warm_start(run))
     facets = {name: recipe[name] for name in ("algorithm", "architecture", "loss", "mask")}
     return {"previous": captured.digest, **facets, "train": settings, "reduction": _reduction(run)}
 
@@ -153,6 +159,9 @@ def prepare_training(run: ResolvedRun) -> Training:
         compute_dtype=compute_dtype,
     )
     model = build_draft(algorithm, device, derived_seed(config.seed, "initialisation"))
+    fresh: Sequence[str] = ()
+    if config.warm_start is not None:
+        fresh = begin_from(_warm_start(run), run.schema, model, algorithm.setup.vocabulary)
     objective = Objective(
         algorithm=algorithm,
         model=model,
@@ -181,7 +190,13 @@ def prepare_training(run: ResolvedRun) -> Training:
         load_validation=_loader(run, data.validation, validation_states, statistics),
         parameters=count_parameters(model),
         statistics=statistics,
+        fresh=tuple(fresh),
     )
+
+
+def _warm_start(run: ResolvedRun) -> Path:
+    assert run.recipe.train.warm_start is not None
+    return Path(run.recipe.train.warm_start).expanduser()
 
 
 def _train(
@@ -191,7 +206,8 @@ def _train(
     events: _Events,
     console: Console | None,
     say: Callable[[str], None],
-) -> TrainingState:
+) -> tuple[TrainingState, dict[str, float]]:
+    """The state at the end, and the algorithm's figures of its last hand on the draft."""
     found = read_newest(run.folders.training, say)
     environment = _environment(training)
     state = TrainingState(step=0)
@@ -230,7 +246,8 @@ def _train(
             )
         )
         training.model.train()
-        return train(job, state, saved=state.step if found is not None else -1)
+        state = train(job, state, saved=state.step if found is not None else -1)
+        return state, finish(job, state)
 
 
 class _Events:
@@ -272,9 +289,12 @@ def _reduction(run: ResolvedRun) -> Literal["masked_mean", "weighted_mean", "loc
     return run.algorithm.reduction if asked == "algorithm" else asked
 
 
-def _describe(training: Training, say: Callable[[str], None]) -> None:
+def _describe(run: ResolvedRun, training: Training, say: Callable[[str], None]) -> None:
     rows, objective = training.rows, training.objective
     say(str(training.parameters))
+    if run.recipe.train.warm_start is not None:
+        fresh = f"; fresh are {', '.join(training.fresh)}" if training.fresh else ""
+        say(f"training begins from the weights in {_warm_start(run)}{fresh}")
     say(
         f"{len(rows.bins)} rows of {rows.capacity} tokens, {rows.fill:.1%} full; "
         f"{len(training.validation_rows.bins)} for validation; {training.order.total_steps} steps on "

@@ -3,7 +3,10 @@
 The rows whose teacher distribution some slot predicts are cut into chunks. For each chunk the teacher's logits are
 computed once; the slots of all steps that predict those rows follow, one group a step, in the same buffers. Where
 the draft's head is frozen, the gradient in the slots' inputs is computed in the same pass, so that the backward pass
-only scales it. Where a head is trained, the backward pass repeats the chunks.
+only scales it. That in a trained head (or low-rank correction) is a sum over slots, each times the gradient of its
+loss, which only the backward pass knows. But up to a common factor those are the position weights, unless the
+algorithm does something unusual; with these the sum is made at once, and the chunks are repeated only if the guess
+turns out wrong.
 
 To need no copy of the teacher for a group, rows are ordered by how many slots predict them, most first: the group of
 every row's m-th slot then meets a prefix of the chunk.
@@ -128,6 +131,7 @@ def score_slots(
     *,
     teacher_token: Tensor | None = None,
     teacher_logsumexp: Tensor | None = None,
+    expected: Tensor | None = None,
 ) -> ScoredSlots:
     """Loss and metrics of N slots against the teacher. Only ``loss`` carries a gradient, and only a first one.
 
@@ -138,6 +142,8 @@ def score_slots(
         loss: the loss per position.
         teacher_token, teacher_logsumexp: [T], from :meth:`Teacher.statistics` at capture. With both, only the V_d
             rows of the head are multiplied; without, the full head is.
+        expected: float32 [N]: what the gradient of each slot's loss will be, up to a common factor. A right guess
+            saves the second pass that heads in training otherwise take.
 
     Raises:
         ValueError: only one of the two statistics is given.
@@ -153,7 +159,7 @@ def score_slots(
     # Dtypes are chosen here, product by product: an enclosing autocast must not choose others.
     with torch.autocast(teacher.device.type, enabled=False):
         values: Tensor = _Score.apply(  # type: ignore[no-untyped-call]
-            scorer, len(inputs), torch.is_grad_enabled(), *inputs, *weights
+            scorer, len(inputs), torch.is_grad_enabled(), expected, *inputs, *weights
         )
     return ScoredSlots(
         loss=values,
@@ -161,6 +167,7 @@ def score_slots(
         acceptance=scorer.acceptance,
         kept_mass=scorer.kept_mass,
         kept=scorer.kept,
+        top_probability=scorer.top_probability,
     )
 
 
@@ -251,11 +258,14 @@ class _Scorer:
     correct: Tensor = field(init=False)
     acceptance: Tensor = field(init=False)
     kept_mass: Tensor = field(init=False)
+    top_probability: Tensor = field(init=False)
     kept: Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         device = self.teacher.device
-        self.values, self.acceptance, self.kept_mass = (torch.zeros(self.slots, device=device) for _ in range(3))
+        self.values, self.acceptance, self.kept_mass, self.top_probability = (
+            torch.zeros(self.slots, device=device) for _ in range(4)
+        )
         self.correct, self.kept = (torch.zeros(self.slots, dtype=torch.bool, device=device) for _ in range(2))
 
     def walk(
@@ -265,15 +275,15 @@ class _Scorer:
         *,
         input_grads: Sequence[Tensor | None] = (),
         weight_grads: Sequence[Tensor | None] = (),
-        grad_loss: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """One pass over all chunks.
 
         Args:
             inputs, weights: the terms.
-            input_grads: [N, d] per term, overwritten with d loss_i / d x_i (times *grad_loss*, where given).
-            weight_grads: [V_d, d] per term, to which d sum_i grad_loss_i loss_i / d weight is added.
-            grad_loss: [N]; None means a unit gradient per slot.
+            input_grads: [N, d] per term, overwritten with d loss_i / d x_i.
+            weight_grads: [V_d, d] per term, to which d sum_i factors_i loss_i / d weight is added.
+            factors: float32 [N]; needed where a weight's gradient is wanted.
         """
         wants_grad = any(each is not None for each in (*input_grads, *weight_grads))
         dtype = self.teacher.compute_dtype
@@ -286,19 +296,16 @@ class _Scorer:
             for slots in groups:
                 logits = buffers.logits[: slots.shape[0]]
                 gathered = [each[slots].to(dtype) for each in inputs]
-                for place, (x, weight) in enumerate(zip(gathered, weights, strict=True)):
-                    _project(x, weight, logits, add=place > 0)
+                _project_sum(gathered, weights, logits)
                 self._score(slots, logits, teaching, buffers, wants_grad)
                 if not wants_grad:
                     continue
-                if grad_loss is not None:
-                    logits.mul_(grad_loss[slots][:, None])
                 gradient = logits.to(dtype)
                 for place, (x, weight) in enumerate(zip(gathered, weights, strict=True)):
                     if input_grads and (target := input_grads[place]) is not None:
                         target.index_copy_(0, slots, (gradient @ weight).to(target.dtype))
-                    if weight_grads and (target := weight_grads[place]) is not None:
-                        _accumulate(target, gradient, x)
+                    if weight_grads and factors is not None and (target := weight_grads[place]) is not None:
+                        _accumulate(target, gradient, (x * factors[slots][:, None]).to(dtype))
 
     def _buffers(self, rows: int) -> _Buffers:
         size = self.teacher.draft_size
@@ -339,7 +346,7 @@ class _Scorer:
     def _score(self, slots: Tensor, logits: Tensor, teaching: _Teaching, buffers: _Buffers, wants_grad: bool) -> None:
         """Values and metrics of one group; *logits* [n, V_d] become their own gradient where one is wanted."""
         rows = logits.shape[0]
-        values, acceptance = torch.empty(rows, device=logits.device), torch.empty(rows, device=logits.device)
+        values, acceptance, top_log = (torch.empty(rows, device=logits.device) for _ in range(3))
         correct = torch.empty(rows, dtype=torch.bool, device=logits.device)
         kept = teaching.draft_id[:rows] >= 0
         for piece in _pieces(rows, buffers.piece.shape[0]):
@@ -347,6 +354,7 @@ class _Scorer:
             log_q, scratch = buffers.piece[: z.shape[0]], buffers.scratch[: z.shape[0]]
             correct[piece] = _agrees(z, teaching.draft_id[piece], exactly=not wants_grad) & kept[piece]
             torch.log_softmax(z, -1, out=log_q)
+            top_log[piece] = log_q.gather(-1, chunk.top[:, None]).squeeze(-1)
             if isinstance(self.loss, ProbabilityLoss):
                 q = torch.exp(log_q, out=z)
                 acceptance[piece] = self._overlap(chunk, q, scratch)
@@ -363,6 +371,7 @@ class _Scorer:
             if gradient.data_ptr() != z.data_ptr():
                 z.copy_(gradient)
         self.values[slots], self.acceptance[slots], self.correct[slots] = values, acceptance, correct
+        self.top_probability[slots] = top_log.exp_()
         self.kept_mass[slots], self.kept[slots] = teaching.chunk.kept_mass[:rows], kept
 
     def _overlap(self, chunk: TeacherProbabilities, q: Tensor, scratch: Tensor) -> Tensor:
@@ -377,54 +386,77 @@ class _Score(torch.autograd.Function):
     """loss [N] of the terms (x_1 … x_n, weight_1 … weight_n)."""
 
     @staticmethod
-    def forward(ctx: Any, scorer: _Scorer, terms: int, recording: bool, *tensors: Tensor) -> Tensor:
-        inputs, weights = tensors[:terms], tensors[terms:]
-        needs = [recording and wanted for wanted in ctx.needs_input_grad[3:]]
-        ctx.scorer, ctx.terms = scorer, terms
+    def forward(
+        ctx: Any, scorer: _Scorer, terms: int, recording: bool, expected: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
+        needs = [recording and wanted for wanted in ctx.needs_input_grad[4:]]
+        ctx.scorer, ctx.terms, ctx.expected = scorer, terms, expected
         ctx.trains_weights = any(needs[terms:])
-        units: list[Tensor | None] = [
-            torch.zeros_like(x) if wanted and not ctx.trains_weights else None
-            for x, wanted in zip(inputs, needs, strict=False)
-        ]
-        scorer.walk(inputs, weights, input_grads=units)
+        guessed = [wanted and (place < terms or expected is not None) for place, wanted in enumerate(needs)]
+        ctx.grads = [_zeros(x, scorer) if wanted else None for x, wanted in zip(tensors, guessed, strict=True)]
+        scorer.walk(
+            tensors[:terms],
+            tensors[terms:],
+            input_grads=ctx.grads[:terms],
+            weight_grads=ctx.grads[terms:],
+            factors=expected,
+        )
         if ctx.trains_weights:
             ctx.save_for_backward(*tensors)
-        else:
-            ctx.units = units
         # A tensor of its own: the output holds ctx, which holds the scorer, which must not hold the output.
         return scorer.values.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
-        terms = ctx.terms
-        if not ctx.trains_weights:
-            scaled = [None if unit is None else unit * grad_loss[:, None].to(unit.dtype) for unit in ctx.units]
-            return None, None, None, *scaled, *([None] * terms)
-        needs = ctx.needs_input_grad[3:]
-        tensors = ctx.saved_tensors
-        grads = [torch.zeros_like(each) if wanted else None for each, wanted in zip(tensors, needs, strict=True)]
-        ctx.scorer.walk(
-            tensors[:terms],
-            tensors[terms:],
-            input_grads=grads[:terms],
-            weight_grads=grads[terms:],
-            grad_loss=grad_loss,
-        )
-        return None, None, None, *grads
+        terms, grads = ctx.terms, ctx.grads
+        units, weight_grads = grads[:terms], grads[terms:]
+        scaled = [None if unit is None else unit * grad_loss[:, None].to(unit.dtype) for unit in units]
+        if ctx.trains_weights:
+            factor = _common_factor(grad_loss, ctx.expected)
+            if factor is not None:
+                weight_grads = [None if each is None else each * factor for each in weight_grads]
+            else:
+                tensors = ctx.saved_tensors
+                weight_grads = [
+                    _zeros(each, ctx.scorer) if wanted else None
+                    for each, wanted in zip(tensors[terms:], ctx.needs_input_grad[4 + terms :], strict=True)
+                ]
+                ctx.scorer.walk(tensors[:terms], tensors[terms:], weight_grads=weight_grads, factors=grad_loss)
+        return None, None, None, None, *scaled, *weight_grads
+
+
+def _zeros(tensor: Tensor, scorer: _Scorer) -> Tensor:
+    return torch.zeros_like(tensor, device=scorer.teacher.device)
+
+
+def _common_factor(grad_loss: Tensor, expected: Tensor | None) -> Tensor | None:
+    """The scalar c with grad_loss = c · expected, but for rounding; None where there is none."""
+    if expected is None or not expected.numel():
+        return None
+    largest = expected.abs().argmax()
+    if expected[largest] == 0:
+        return None
+    factor = grad_loss[largest] / expected[largest]
+    return factor if torch.allclose(grad_loss, expected * factor, rtol=1e-5, atol=0.0) else None
 
 
 # --- products and sizes -----------------------------------------------------------------------------------------
 
 
-def _project(x: Tensor, weight: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """float32 x @ weight.T; into *out*, or added to it."""
-    if out is None:
-        return (x @ weight.t()).float()
-    if x.dtype != out.dtype:
-        product = x @ weight.t()
-        return out.add_(product) if add else out.copy_(product)
-    return out.addmm_(x, weight.t()) if add else torch.mm(x, weight.t(), out=out)
+def _project(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """float32 x @ weight.T; into *out*, where one is given."""
+    return (x @ weight.t()).float() if out is None else _project_sum([x], [weight], out)
+
+
+def _project_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor) -> Tensor:
+    """The sum of x @ weight.T into *out*, float32. Narrower products are summed in their dtype, as vLLM does."""
+    (x, *others), (weight, *other_weights) = inputs, weights
+    narrow = x.dtype != out.dtype
+    total = x @ weight.t() if narrow else torch.mm(x, weight.t(), out=out)
+    for x, weight in zip(others, other_weights, strict=True):
+        total.addmm_(x, weight.t())
+    return out.copy_(total) if narrow else out
 
 
 def _accumulate(target: Tensor, gradient: Tensor, x: Tensor) -> None:

@@ -112,8 +112,10 @@ def score_row(objective: Objective, row: PackedRow, generator: torch.Generator) 
         objective.loss,
         teacher_token=row.teacher_token,
         teacher_logsumexp=row.teacher_logsumexp,
+        expected=_expected(objective, slots, row),
     )
     counted = scored.kept if objective.out_of_vocabulary == "mask" else torch.ones_like(scored.kept)
+    slots = attrs.evolve(slots, weight=objective.algorithm.weights(slots, scored, counted).detach())
     loss, denominator = reduce_loss(scored.loss, slots, counted, objective.reduction)
     value, extra = objective.algorithm.objective(slots, scored, loss)
     weight = denominator.detach().to(torch.float64)
@@ -126,6 +128,15 @@ def score_row(objective: Objective, row: PackedRow, generator: torch.Generator) 
         slots=slots,
         scored=scored,
     )
+
+
+def _expected(objective: Objective, slots: DraftSlots, row: PackedRow) -> Tensor | None:
+    """What :func:`reduce_loss` will weigh the slots with, up to a common factor; None where it is not known yet."""
+    if objective.out_of_vocabulary != "mask":
+        return slots.weight
+    if row.teacher_token is None:
+        return None
+    return slots.weight * (objective.teacher.draft_ids(row.teacher_token[slots.teacher_row]) >= 0)
 
 
 def reduce_loss(loss: Tensor, slots: DraftSlots, counted: Tensor, reduction: Reduction) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from attrs import frozen
 from torch import Tensor
 
 from draftsmith.interfaces import PackedRow
+from draftsmith.rows import supervised_run
 
 __all__ = ["Batch", "Step", "make_batch"]
 
@@ -70,7 +71,7 @@ def make_batch(row: PackedRow, num_steps: int) -> Batch:
     packed_index = torch.nonzero((documents >= 0) & ~is_first).flatten()
     row_documents = documents[packed_index]
     lengths = torch.unique_consecutive(row_documents, return_counts=True)[1]
-    run = _supervised_run(supervised[packed_index], row_documents)
+    run = supervised_run(supervised[packed_index], row_documents)
     steps = tuple(_to(step, device) for step in _steps(run, num_steps))
     on_device = packed_index.to(device)
     return Batch(
@@ -82,17 +83,6 @@ def make_batch(row: PackedRow, num_steps: int) -> Batch:
         steps=steps,
         total_positions=row.input_ids.shape[0],
     )
-
-
-def _supervised_run(supervised: Tensor, documents: Tensor) -> Tensor:
-    """int64 [R]: how many supervised tokens follow one another from each row on, within its document."""
-    count = supervised.shape[0]
-    index = torch.arange(count)
-    breaks = ~supervised
-    breaks[1:] |= documents[1:] != documents[:-1]
-    ends = torch.cat((torch.nonzero(breaks).flatten(), torch.tensor([count])))
-    following = ends[torch.searchsorted(ends, index, right=True).clamp_max(ends.shape[0] - 1)]
-    return torch.where(supervised, following - index, torch.zeros_like(index))
 
 
 def _steps(run: Tensor, num_steps: int) -> list[Step]:

@@ -26,6 +26,8 @@ from draftsmith.layers import (
     RMSNorm,
     RotaryEmbedding,
     RotaryTable,
+    Weight,
+    draft_head,
     initialise,
 )
 from draftsmith_eagle3.batch import Batch
@@ -33,14 +35,6 @@ from draftsmith_eagle3.mask import Attend
 from draftsmith_eagle3.options import Eagle3Options, layer_config
 
 __all__ = ["Eagle3Draft"]
-
-
-class FrozenWeight(nn.Module):
-    """A matrix of the verifier under the name that its module has there."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
 
 
 class DraftLayer(nn.Module):
@@ -69,7 +63,7 @@ class Eagle3Draft(nn.Module, DraftArchitecture):
         self.num_taps = len(setup.capture.layer_ids)
         target_width = setup.verifier.hidden_size
         eps = self.config.rms_norm_eps
-        self.embed_tokens = FrozenWeight(setup.weights.embed_tokens.detach())
+        self.embed_tokens = Weight(setup.weights.embed_tokens.detach())
         self.input_norm = RMSNorm(self.num_taps * target_width, eps) if options.norm_before_fc else None
         self.fc_norm = (
             nn.ModuleList(RMSNorm(target_width, eps) for _ in range(self.num_taps)) if options.fc_norm else None
@@ -79,7 +73,7 @@ class Eagle3Draft(nn.Module, DraftArchitecture):
             DraftLayer(self.config, is_first=index == 0) for index in range(self.config.num_layers)
         )
         self.norm = RMSNorm(self.config.hidden_size, eps)
-        self.lm_head = FrozenWeight(_head(setup))
+        self.lm_head = Weight(draft_head(setup.weights, setup.vocabulary, setup.compute_dtype))
         self.rotary = RotaryEmbedding(self.config)
         initialise(self, options.initializer_range)
 
@@ -119,17 +113,6 @@ class Eagle3Draft(nn.Module, DraftArchitecture):
             # At step k >= 1 the verifier's features do not exist yet: the draft's own state stands in, at the row.
             hidden = normed if self.options.norm_output else raw
         return outputs
-
-
-def _head(setup: AlgorithmSetup) -> Tensor:
-    """The verifier's head restricted to the draft vocabulary, in a dtype that loses nothing.
-
-    That is the compute dtype where the verifier stores it so, else float32; the tensor itself where nothing changes.
-    """
-    head = setup.weights.lm_head.detach()
-    if not setup.vocabulary.is_identity:
-        head = head[setup.vocabulary.kept_ids().to(head.device)]
-    return head if head.dtype == setup.compute_dtype else head.float()
 
 
 def _chosen(x: Tensor, rows: Tensor) -> Tensor:

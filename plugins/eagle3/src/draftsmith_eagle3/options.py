@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, in_, le, optional
 
 from draftsmith.api import CaptureRequirements, Problem, VerifierFacts
-from draftsmith.errors import CheckpointError, did_you_mean
-from draftsmith.layer_config import ROPE_TYPES, LayerConfig
+from draftsmith.layer_config import LayerConfig, layer_id_problems, override_problems
 
 __all__ = ["Eagle3Options", "check", "default_layer_ids", "layer_config", "max_speculative_tokens", "requirements"]
 
@@ -92,7 +91,7 @@ def max_speculative_tokens(options: Eagle3Options) -> int:
 
 def check(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
     """All that cannot work with this verifier, found before torch is imported."""
-    problems = list(_check_layer_ids(options, verifier))
+    problems = layer_id_problems(options.layer_ids, verifier)
     if options.norm_before_fc and options.fc_norm:
         problems.append(
             Problem(
@@ -101,7 +100,13 @@ def check(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
                 hint="set norm_before_fc: false to use one norm per tapped layer",
             )
         )
-    problems += _check_overrides(options, verifier)
+    own = {
+        "model_type": "layer_type",
+        "num_hidden_layers": "num_layers",
+        "sliding_window": "sliding_window",
+        "layer_types": "sliding_window",
+    }
+    problems += override_problems(_derived(options, verifier), options.layer_overrides, own)
     return problems
 
 
@@ -111,7 +116,11 @@ def layer_config(options: Eagle3Options, verifier: VerifierFacts) -> LayerConfig
     Raises:
         CheckpointError: an override is not a size, or names a layer type without a draft in vLLM.
     """
-    derived = LayerConfig.from_verifier(
+    return _derived(options, verifier).overridden(options.layer_overrides)
+
+
+def _derived(options: Eagle3Options, verifier: VerifierFacts) -> LayerConfig:
+    return LayerConfig.from_verifier(
         verifier,
         layer_type=options.layer_type,
         num_layers=options.num_layers,
@@ -119,97 +128,3 @@ def layer_config(options: Eagle3Options, verifier: VerifierFacts) -> LayerConfig
         sliding_window=options.sliding_window,
         initializer_range=options.initializer_range,
     )
-    if not options.layer_overrides:
-        return derived
-    return LayerConfig.from_dict({**derived.to_dict(), **options.layer_overrides})
-
-
-def _check_overrides(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
-    where = "algorithm.options.layer_overrides"
-    own = {"model_type": "layer_type", "num_hidden_layers": "num_layers", "sliding_window": "sliding_window"}
-    problems = [
-        Problem(f"{key} has an option of its own", where=where, hint=f"set {own[key]}")
-        for key in options.layer_overrides or ()
-        if key in own
-    ]
-    try:
-        config = layer_config(options, verifier)
-    except CheckpointError as error:
-        return [*problems, *(Problem(each.what, where=where, hint=each.hint) for each in error.problems)]
-    if config.hidden_size != verifier.hidden_size or config.vocab_size != verifier.vocab_size:
-        problems.append(
-            Problem(
-                "the draft's width and vocabulary must be the verifier's: it uses its embedding and head", where=where
-            )
-        )
-    if config.num_attention_heads % config.num_key_value_heads:
-        problems.append(
-            Problem(
-                f"{config.num_attention_heads} query heads do not divide among {config.num_key_value_heads} key heads",
-                where=where if options.layer_overrides else "verifier",
-                hint="set num_attention_heads and num_key_value_heads so that they do",
-            )
-        )
-    problems += _check_rope(config)
-    problems += _check_taken_over(options.layer_overrides or {}, config)
-    if config.head_dim % 2:
-        problems.append(Problem(f"a head dimension of {config.head_dim} cannot be rotated: it is odd", where=where))
-    return problems
-
-
-def _check_rope(config: LayerConfig) -> Sequence[Problem]:
-    where = "algorithm.options.layer_overrides"
-    kind = config.rope_parameters["rope_type"]
-    if kind not in ROPE_TYPES:
-        what = f"the rotary scaling {kind!r} is not one that training and vLLM compute alike"
-        return [Problem(what, where=where, hint=f"one of {', '.join(ROPE_TYPES)}")]
-    if kind != "default" and config.rope_parameters.get("factor") is None:
-        what = f"the rotary scaling {kind!r} needs a factor"
-        return [Problem(what, where=where, hint="write rope_parameters whole")]
-    return ()
-
-
-def _check_taken_over(overrides: Mapping[str, Any], config: LayerConfig) -> Sequence[Problem]:
-    """An override that the network does not follow would be trained one way and served another, or do nothing."""
-    have = config.to_dict()
-    own = {"model_type", "num_hidden_layers", "sliding_window"}  # reported as options of their own
-    return [
-        Problem(
-            f"{key}: {value!r} is not something that the draft's layers can have"
-            if key in have
-            else f"the draft's layers have no {key}",
-            where="algorithm.options.layer_overrides",
-            hint=(did_you_mean(key, have) if key not in have else None) or "leave it out",
-        )
-        for key, value in overrides.items()
-        if key not in own | {"rope_parameters"} and have.get(key) != value
-    ]
-
-
-def _check_layer_ids(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
-    ids = options.layer_ids
-    if ids is None:
-        return ()
-    where = "algorithm.options.layer_ids"
-    if not ids:
-        return [Problem("no layer is tapped", where=where, hint="name at least one, or null")]
-    if list(ids) != sorted(set(ids)):
-        ordered = sorted(set(ids))
-        return [
-            Problem(
-                f"{list(ids)} is not ascending and distinct: vLLM sorts the ids, and so would permute the features",
-                where=where,
-                hint=f"write {ordered}",
-            )
-        ]
-    outside = [layer for layer in ids if not 0 <= layer < verifier.num_layers]
-    if outside:
-        return [
-            Problem(
-                f"{outside} is outside 0 … {verifier.num_layers - 1}",
-                where=where,
-                hint=f"id i is the stream after i of the verifier's {verifier.num_layers} layers; "
-                "the last one is the teacher's",
-            )
-        ]
-    return ()

@@ -21,6 +21,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from draftsmith import reference
 from draftsmith.interfaces import Drafter
 from draftsmith.layers import RMSNorm
 from draftsmith_eagle3.model import DraftLayer, Eagle3Draft
@@ -121,8 +122,7 @@ class Eagle3Drafter(Drafter):
         return [_LayerCache(empty, empty) for _ in self.model.layers]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        variance = (x * x).mean(-1, keepdim=True)
-        return x / torch.sqrt(variance + self.config.rms_norm_eps) * weight
+        return reference.norm(x, weight, self.config.rms_norm_eps)
 
     def _fused(self, taps: Tensor) -> Tensor:
         model = self.model
@@ -148,9 +148,8 @@ class Eagle3Drafter(Drafter):
             else:
                 inputs, residual = self._norm(hidden, layer.input_layernorm.weight), hidden
             hidden = residual + self._attention(layer, inputs, positions, visible, caches[index])
-            mlp, x = layer.mlp, self._norm(hidden, layer.post_attention_layernorm.weight)
-            gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
-            hidden = hidden + (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T
+            normed = self._norm(hidden, layer.post_attention_layernorm.weight)
+            hidden = hidden + reference.feed_forward(normed, layer.mlp)
         return hidden
 
     def _attention(
@@ -164,22 +163,7 @@ class Eagle3Drafter(Drafter):
         if attention.q_norm is not None and attention.k_norm is not None:
             query = self._norm(query, attention.q_norm.weight)
             key = self._norm(key, attention.k_norm.weight)
-        cache.key = torch.cat((cache.key, self._turn(key, positions)))
+        cache.key = torch.cat((cache.key, reference.turn(key, positions, self.model.rotary)))
         cache.value = torch.cat((cache.value, (inputs @ attention.v_proj.weight.T).view(kv_heads)))
-        group = config.num_attention_heads // config.num_key_value_heads
-        output = torch.empty_like(query)
-        query = self._turn(query, positions)
-        for head in range(config.num_attention_heads):
-            scores = query[:, head] @ cache.key[:, head // group].T * config.head_dim**-0.5
-            weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
-            output[:, head] = weights @ cache.value[:, head // group]
-        return output.flatten(1) @ attention.o_proj.weight.T
-
-    def _turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding as a product of complex numbers: (first half + i · second half) · exp(i · angle)."""
-        rotary = self.model.rotary
-        angle = positions[:, None] * rotary.inverse_frequency
-        turn = torch.polar(torch.full_like(angle, rotary.scaling), angle)[:, None]
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.complex(first, second) * turn
-        return torch.cat((turned.real, turned.imag), dim=-1)
+        query = reference.turn(query, positions, self.model.rotary)
+        return reference.attention(query, cache.key, cache.value, visible) @ attention.o_proj.weight.T

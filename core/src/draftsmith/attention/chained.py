@@ -19,24 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftsmith.interfaces import MaskRule, Slots
-from draftsmith.masks.forms import (
-    additive_mask,
-    concatenate_slots,
-    dense_mask,
-    document_slots,
-    flex_block_mask,
-    step_slots,
-)
+from draftsmith.attention.forms import flex_masked_attention, masked_attention
+from draftsmith.attention.kernels import by_key_head, kernel_backward, kernel_forward, kernel_keys, kernel_view
+from draftsmith.masks.forms import concatenate_slots, document_slots, step_slots
 from draftsmith.masks.rules import Chained
 
-__all__ = ["chained_attention", "masked_attention"]
+__all__ = ["chained_attention"]
 
 #: Queries per kernel call where a window hides keys and the kernel needs an explicit mask.
 WINDOW_TILE = 256
@@ -87,50 +80,8 @@ def chained_attention(
     if form == "dense":
         return masked_attention(query, key, value, Chained(window), query_slots, key_slots)
     if form == "flex":
-        return _flex_attention(query, key, value, Chained(window), query_slots, key_slots)
+        return flex_masked_attention(query, key, value, Chained(window), query_slots, key_slots)
     raise ValueError(f"unknown attention form {form!r}; known: linear, dense, flex")
-
-
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, query_slots: Slots, key_slots: Slots
-) -> Tensor:
-    """Dense attention under any rule: query [Q, h, d], key and value [N, g, d] → [Q, h, d].
-
-    Queries that see nothing give zeros, without NaN in the backward pass.
-    """
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,nhd->hqn", query, key) / math.sqrt(query.shape[-1])
-    weights = torch.softmax(scores + additive_mask(rule, query_slots, key_slots, scores.dtype), dim=-1)
-    sees = dense_mask(rule, query_slots, key_slots).any(-1)
-    return torch.einsum("hqn,nhd->qhd", weights, value) * sees[:, None, None]
-
-
-# --- flex -------------------------------------------------------------------------------------------------------
-
-
-_COMPILED: dict[str, Any] = {}
-
-
-def _flex_kernel(device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    if device.type == "cpu":
-        # Uncompiled, a check of values: torch's CPU template has no backward pass and does not compile every mask.
-        return flex_attention
-    if "flex" not in _COMPILED:
-        # Once per process. Lengths change from row to row and step to step, so they are dynamic.
-        _COMPILED["flex"] = torch.compile(flex_attention, dynamic=True)
-    return _COMPILED["flex"]
-
-
-def _flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, query_slots: Slots, key_slots: Slots
-) -> Tensor:
-    mask = flex_block_mask(rule, query_slots, key_slots)
-    batched = [each.transpose(0, 1)[None] for each in (query, key, value)]
-    output: Tensor = _flex_kernel(query.device)(*batched, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
-    return output[0].transpose(0, 1)
 
 
 # --- linear -----------------------------------------------------------------------------------------------------
@@ -188,7 +139,7 @@ class _Linear(torch.autograd.Function):
         reach = None if window is None else window - steps
         ctx.plan = (lengths, reach, steps, window)
         output, lse = _first_attention(query, key, value, lengths, reach)
-        grouped = _group(query, key.shape[1])  # [T, g, h/g, d]
+        grouped = by_key_head(query, key.shape[1])  # [T, g, h/g, d]
         visible = _visible_steps(steps, window)
         if visible:
             scale = 1.0 / math.sqrt(query.shape[-1])
@@ -220,9 +171,9 @@ class _Linear(torch.autograd.Function):
         if visible:
             scale = 1.0 / math.sqrt(query.shape[-1])
             kv_heads = key.shape[1]
-            q, g, o = (_group(each, kv_heads)[:used] for each in (query, grad, output))
+            q, g, o = (by_key_head(each, kv_heads)[:used] for each in (query, grad, output))
             delta = (g * o).sum(-1, dtype=lse.dtype)
-            grad_q = _group(grad_query, kv_heads)[:used]
+            grad_q = by_key_head(grad_query, kv_heads)[:used]
             for i in visible:
                 k, v = (chain[2 * i + part][:used].unsqueeze(2) for part in (0, 1))
                 score = (q * k).sum(-1, dtype=lse.dtype).mul_(scale)
@@ -241,27 +192,12 @@ def _visible_steps(steps: int, window: int | None) -> list[int]:
     return list(range(oldest, steps))
 
 
-def _group(tensor: Tensor, kv_heads: int) -> Tensor:
-    """[T, h, d] → [T, g, h/g, d], a view."""
-    return tensor.view(tensor.shape[0], kv_heads, -1, tensor.shape[2])
-
-
 def _padded(part: Tensor, like: Tensor) -> Tensor:
     if part.shape[0] == like.shape[0]:
         return part
     full = torch.zeros_like(like)
     full[: part.shape[0]] = part
     return full
-
-
-def _kernel_view(tensor: Tensor, kv_heads: int) -> Tensor:
-    """Queries [R, h, d] → [g, h/g, R, d]: key heads are the batch, so that they need no copy per query head."""
-    return _group(tensor, kv_heads).permute(1, 2, 0, 3)
-
-
-def _kernel_keys(tensor: Tensor, group: int) -> Tensor:
-    """Keys [R, g, d] → [g, h/g, R, d], of stride zero over the query heads that share them."""
-    return tensor.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
 
 
 def _first_attention(
@@ -277,10 +213,10 @@ def _first_attention(
     if reach is not None and reach <= 0:  # the window holds nothing but the chain
         return output, lse
     for start, stop, first, mask in _tiles(lengths, reach, query):
-        out, log_sum = _kernel_forward(
-            _kernel_view(query[start:stop], kv_heads),
-            _kernel_keys(key[first:stop], group),
-            _kernel_keys(value[first:stop], group),
+        out, log_sum = kernel_forward(
+            kernel_view(query[start:stop], kv_heads),
+            kernel_keys(key[first:stop]),
+            kernel_keys(value[first:stop]),
             mask,
         )
         output[start:stop] = out.permute(2, 0, 1, 3)
@@ -299,118 +235,22 @@ def _first_backward(
     reach: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = key.shape[1]
-    group = query.shape[1] // kv_heads
     grad_query, grad_key, grad_value = (
         torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
     )
     if reach is not None and reach <= 0:
         return grad_query, grad_key, grad_value
     for start, stop, first, mask in _tiles(lengths, reach, query):
-        part = _kernel_backward(
-            _kernel_view(grad[start:stop], kv_heads),
-            _kernel_view(query[start:stop], kv_heads),
-            _kernel_keys(key[first:stop], group),
-            _kernel_keys(value[first:stop], group),
-            _kernel_view(output[start:stop], kv_heads),
+        part = kernel_backward(
+            kernel_view(grad[start:stop], kv_heads),
+            kernel_view(query[start:stop], kv_heads),
+            kernel_keys(key[first:stop]),
+            kernel_keys(value[first:stop]),
+            kernel_view(output[start:stop], kv_heads),
             lse[start:stop].permute(1, 2, 0),
             mask,
         )
         grad_query[start:stop] = part[0].permute(2, 0, 1, 3).flatten(1, 2)
-        grad_key[first:stop] += part[1].sum(1).transpose(0, 1)
-        grad_value[first:stop] += part[2].sum(1).transpose(0, 1)
+        grad_key[first:stop] += part[1].transpose(0, 1)
+        grad_value[first:stop] += part[2].transpose(0, 1)
     return grad_query, grad_key, grad_value
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------
-# Tensors are [b, n, rows, d], log-sum-exp [b, n, rows]. A mask of None means causal on as many keys as queries.
-
-
-def _kernel_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    aten = torch.ops.aten
-    if query.device.type == "cpu":
-        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, mask is None, attn_mask=mask
-        )
-        return output, lse
-    if mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        output, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[:2]
-        return output, lse[..., : query.shape[2]]
-    output, lse = aten._scaled_dot_product_efficient_attention(
-        query, key, value, _aligned(mask, query), True, 0.0, mask is None
-    )[:2]
-    return output, lse[..., : query.shape[2]]
-
-
-def _kernel_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    aten = torch.ops.aten
-    if query.device.type == "cpu":
-        gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, lse.contiguous(), 0.0, mask is None, attn_mask=mask
-        )
-        return gradients
-    with _strict_determinism():
-        return _accelerator_backward(grad, query, key, value, output, lse, mask)
-
-
-def _accelerator_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    aten = torch.ops.aten
-    # The kernel keeps no random state without dropout, but asks for the tensors that would hold it.
-    state = torch.zeros((), dtype=torch.int64, device=query.device)
-    rows = query.shape[2]
-    if mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        flash: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, output, lse.contiguous(), None, None, rows, rows, 0.0, True, state, state
-        )
-        return flash
-    padded = torch.full((*lse.shape[:2], -(-rows // 32) * 32), float("inf"), dtype=torch.float32, device=lse.device)
-    padded[..., :rows] = lse
-    efficient: tuple[Tensor, Tensor, Tensor, Tensor] = aten._scaled_dot_product_efficient_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        _aligned(mask, query),
-        output,
-        padded,
-        state,
-        state,
-        0.0,
-        [True, True, True, False],
-        mask is None,
-    )
-    return efficient[:3]
-
-
-@contextmanager
-def _strict_determinism() -> Iterator[None]:
-    """Where deterministic algorithms are asked for with ``warn_only``, ask without it.
-
-    Both kernels have a deterministic backward pass, and take it only then; with ``warn_only`` they add up gradients
-    in whatever order, and warn (torch's ``native/transformers/cuda/attention_backward.cu``).
-    """
-    asked, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    if not (asked and warn_only):
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def _aligned(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The bias as the memory-efficient kernel wants it: expanded, and with a row stride divisible by 8."""
-    if mask is None:
-        return None
-    rows, keys = mask.shape
-    stored = torch.zeros(rows, -(-keys // 8) * 8, dtype=mask.dtype, device=mask.device)
-    stored[:, :keys] = mask
-    return stored[:, :keys].expand(*query.shape[:2], rows, keys)

@@ -1,0 +1,92 @@
+"""Who sees whom in anchored blocks, and the attention that follows from it.
+
+A row of a block with anchor p sees the context rows before p of its document (those whose features exist when x_p is
+the newest token), within the layer's window, and the rows of its own block: all of them, or, in a causal layer, those
+up to its own. Those are the core's rules ``anchored`` and ``anchored_causal``, for which it has a block-sparse form;
+any other rule is attended densely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftsmith.attention import AnchoredBlocks, anchored_attention, masked_attention
+from draftsmith.errors import ConfigError, Problem
+from draftsmith.interfaces import MaskRule
+from draftsmith.masks.forms import concatenate_slots
+from draftsmith.masks.rules import Anchored
+from draftsmith_dflash.options import LayerAttention
+
+__all__ = ["Attend", "block_attention"]
+
+#: (query [n * B, h, d]; context key, context value [T, g, d]; block key, block value [n * B, g, d]; where the blocks
+#: hang; the layer's window and causality) → [n * B, h, d]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, AnchoredBlocks, LayerAttention], Tensor]
+
+
+def block_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "flex"]) -> Attend:
+    """The attention of *rule* in the wanted form; ``auto`` is the block-sparse one where the rule has it.
+
+    The built-in rule is taken with each layer's own window and causality; any other one with the window.
+
+    Raises:
+        ConfigError: a form that only the built-in rule has, with another rule.
+    """
+    if type(rule) is Anchored:
+        chosen: Literal["linear", "dense", "flex"] = "linear" if form == "auto" else form
+
+        def attend(
+            query: Tensor,
+            context_key: Tensor,
+            context_value: Tensor,
+            block_key: Tensor,
+            block_value: Tensor,
+            blocks: AnchoredBlocks,
+            layer: LayerAttention,
+        ) -> Tensor:
+            return anchored_attention(
+                query,
+                context_key,
+                context_value,
+                block_key,
+                block_value,
+                blocks,
+                window=layer.window,
+                causal=layer.causal,
+                form=chosen,
+            )
+
+        return attend
+    if form in ("linear", "flex"):
+        raise ConfigError(
+            [
+                Problem(
+                    f"the mask {type(rule).__name__} has no {form} form here",
+                    where="train.attention",
+                    hint="use attention: dense (or auto), or the mask `anchored`",
+                )
+            ]
+        )
+    return _dense(type(rule))
+
+
+def _dense(rule: type[MaskRule]) -> Attend:
+    def attend(
+        query: Tensor,
+        context_key: Tensor,
+        context_value: Tensor,
+        block_key: Tensor,
+        block_value: Tensor,
+        blocks: AnchoredBlocks,
+        layer: LayerAttention,
+    ) -> Tensor:
+        slots = blocks.slots(query.device)
+        keys = concatenate_slots([blocks.context_slots(context_key.shape[0], query.device), slots])
+        key, value = torch.cat([context_key, block_key]), torch.cat([context_value, block_value])
+        return masked_attention(query, key, value, rule(layer.window), slots, keys)
+
+    return attend
