@@ -201,10 +201,10 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
 
     from draftsmith.data.vocabulary import build_vocabulary
     from draftsmith.device import resolve_dtype
-    from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, DraftArchitecture, MaskRule, PositionLoss
+    from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, DraftArchitecture, MaskRule
     from draftsmith.plugins import load_plugins, load_reference
     from draftsmith.train.scoring import Teacher
-    from draftsmith.train.setup import build_draft
+    from draftsmith.train.setup import build_draft, build_loss
     from draftsmith.train.step import Objective
     from draftsmith.verifier import read_verifier
     from draftsmith.verifier_weights import load_verifier_weights
@@ -235,7 +235,7 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
     algorithm = load_reference(item.implementation, expected=DraftAlgorithm)(setup)
     model = build_draft(algorithm, device, seed=0)
     model.train()
-    loss = load_reference(registry.losses.get(item.loss).implementation, expected=PositionLoss)()
+    loss = build_loss(registry.losses, item.loss, item.loss_options)
     teacher = Teacher(weights, vocabulary, device=device, compute_dtype=dtype)
     # Computed at capture, once for all epochs: no part of a step.
     token, logsumexp = teacher.statistics(row.last_hidden)

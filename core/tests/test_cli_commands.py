@@ -380,7 +380,7 @@ def test_what_the_system_refuses_is_for_the_user_to_mend(capsys, recipe, monkeyp
 
 
 def test_an_unknown_item_of_a_known_name_says_what_to_install(capsys):
-    assert "pip install draftsmith-dflash" in problems(capsys, "plugins", "show", "dflash")
+    assert "pip install draftsmith-peagle" in problems(capsys, "plugins", "show", "peagle")
 
 
 def test_a_verifier_named_to_lint_must_be_there(capsys, tmp_path):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from draftsmith.interfaces import DraftSlots, PackedRow, ScoredSlots
-from draftsmith.losses.weighted import WeightedSum
+from draftsmith.plugins import load_plugins
 from draftsmith.testing.algorithm import AlgorithmCase, Material, make_material, slot_logits, tiny_case
+from draftsmith.train.setup import build_loss
 from draftsmith_dspark.model import DSparkDraft
 from draftsmith_dspark.step import CONFIDENCE, DSpark
 
@@ -172,7 +173,7 @@ def test_the_objective_is_the_papers(case: AlgorithmCase) -> None:
 def test_the_default_loss_has_the_papers_weights(case: AlgorithmCase) -> None:
     """0.9 times the L1 distance is 1.8 times the total variation."""
     assert case.registered.loss == "sum"
-    loss = WeightedSum(**case.registered.loss_options)
+    loss = build_loss(load_plugins().losses, case.registered.loss, case.registered.loss_options)
     from draftsmith.interfaces import TeacherChunk
 
     generator = torch.Generator().manual_seed(0)
