@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -255,6 +256,23 @@ def test_the_head_is_calibrated_in_place(case: AlgorithmCase) -> None:
     torch.testing.assert_close(forward(case, model).extra[CONFIDENCE].detach(), logits / 2.5, rtol=1e-2, atol=1e-3)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+
+
+def test_rows_are_calibrated_on_one_at_a_time(case: AlgorithmCase) -> None:
+    """A row's slots hold its hidden states: those of all rows together need not fit the memory."""
+    model, held = draft(case).eval(), weakref.WeakSet[torch.Tensor]()
+
+    def rows() -> Iterable[tuple[DraftSlots, ScoredSlots]]:
+        for _ in range(6):
+            yield from validation(case, model, 2.5)
+
+    def counted() -> Iterable[tuple[DraftSlots, ScoredSlots]]:
+        for slots, scored in rows():
+            held.add(slots.terms[0][0])
+            assert len(held) <= 3
+            yield slots, scored
+
+    assert case.algorithm.finish(model, counted())
 
 
 def test_without_validation_rows_nothing_is_changed(case: AlgorithmCase) -> None:

@@ -79,7 +79,8 @@ class DSpark(BlockAlgorithm):
         assert isinstance(model, DSparkDraft)
         if model.confidence_head is None:
             return {}
-        found = calibrate([(slots, scored, slots.extra[CONFIDENCE]) for slots, scored in validation])
+        # Row by row: a row's slots hold its hidden states.
+        found = calibrate((slots, scored, slots.extra[CONFIDENCE]) for slots, scored in validation)
         if found is None:
             return {}
         model.confidence_head.cool(found.shared)
