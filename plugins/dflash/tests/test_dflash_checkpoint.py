@@ -361,6 +361,12 @@ def test_training_begins_from_the_same_network_only(
     assert (not problems) if message is None else any(message in each.what for each in problems)
 
 
+def test_training_does_not_begin_from_blocks_whose_anchor_predicts(case: AlgorithmCase) -> None:
+    config = {**case.format.config(context(case)), "sample_from_anchor": True}
+    (problem,) = case.format.warm_start_problems(config, DFlashOptions(), case.algorithm.setup.verifier)
+    assert "which token it predicts" in problem.what
+
+
 # --- lint -------------------------------------------------------------------------------------------------------
 
 

@@ -156,6 +156,20 @@ class DFlashCheckpoint(BlockCheckpoint):
         drafted = trained_tokens(config) or speculative_tokens(config) or 1
         return {"block_size": int(config.get("block_size") or drafted + 1), **self.block_options(config)}
 
+    def warm_start_problems(
+        self, config: Mapping[str, Any], options: Any, verifier: VerifierFacts
+    ) -> Sequence[Problem]:
+        problems = list(super().warm_start_problems(config, options, verifier))
+        if config.get("sample_from_anchor"):
+            problems.append(
+                Problem(
+                    "the anchor's row predicts in the checkpoint (sample_from_anchor), and not in this run: every row "
+                    "would have to learn anew which token it predicts",
+                    hint="a dspark draft may be laid out so",
+                )
+            )
+        return problems
+
     def serving(self, config: Mapping[str, Any]) -> ServingPlan:
         """Where some layers slide and some do not, there are two groups of caches, which only runner V2 has."""
         layers = _layer_config(config)
