@@ -9,8 +9,8 @@ import torch
 
 from draftsmith.attention import AnchoredBlocks
 from draftsmith.errors import ConfigError
-from draftsmith.masks.rules import Anchored, Causal
-from draftsmith_dflash.mask import Attend, block_attention
+from draftsmith.masks.rules import Anchored, AnchoredCausal, Causal
+from draftsmith_dflash.mask import Attend, block_attention, check_causality
 from draftsmith_dflash.options import DFlashOptions, LayerAttention, layer_attention
 
 # Six tokens, blocks of three at the anchors 1 and 3: columns are the context rows, then the rows of both blocks.
@@ -107,3 +107,13 @@ def test_another_rule_is_attended_densely() -> None:
 def test_forms_that_only_the_built_in_rule_has(form: Any) -> None:
     with pytest.raises(ConfigError, match="the mask Causal has no"):
         block_attention(Causal(None), form)
+
+
+def test_a_rule_does_not_make_layers_causal_that_are_served_otherwise() -> None:
+    causal = DFlashOptions(sliding_window=4, sliding_window_non_causal=False)
+    check_causality(AnchoredCausal(4), layer_attention(causal))
+    check_causality(Anchored(None), layer_attention(DFlashOptions()))
+    mixed = DFlashOptions(num_layers=3, sliding_window=4, sliding_window_non_causal=False, full_attention_indices=(1,))
+    with pytest.raises(ConfigError, match=r"vLLM would serve layers \[1\] seeing their whole block") as caught:
+        check_causality(AnchoredCausal(4), layer_attention(mixed))
+    assert caught.value.problems[0].where == "mask"

@@ -8,7 +8,7 @@ any other rule is attended densely.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -21,7 +21,7 @@ from draftsmith.masks.forms import concatenate_slots
 from draftsmith.masks.rules import Anchored
 from draftsmith_dflash.options import LayerAttention
 
-__all__ = ["Attend", "block_attention"]
+__all__ = ["Attend", "block_attention", "check_causality"]
 
 #: (query [n * B, h, d]; context key, context value [T, g, d]; block key, block value [n * B, g, d]; where the blocks
 #: hang; the layer's window and causality) → [n * B, h, d]
@@ -72,6 +72,24 @@ def block_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "fl
             ]
         )
     return _dense(type(rule))
+
+
+def check_causality(rule: MaskRule, layers: Sequence[LayerAttention]) -> None:
+    """Raises:
+    ConfigError: *rule* makes layers causal that are served seeing their whole block.
+    """
+    wide = [index for index, layer in enumerate(layers) if not layer.causal]
+    if isinstance(rule, Anchored) and rule.causal and wide:
+        raise ConfigError(
+            [
+                Problem(
+                    f"the mask {type(rule).__name__} makes every layer causal, and vLLM would serve layers {wide} "
+                    "seeing their whole block",
+                    where="mask",
+                    hint="use the mask `anchored`: with sliding_window_non_causal: false, sliding layers are causal",
+                )
+            ]
+        )
 
 
 def _dense(rule: type[MaskRule]) -> Attend:
