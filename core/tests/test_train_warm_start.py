@@ -14,8 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.checkpoint.training import load_training_weights, trained_tensors
+from draftsmith.config.load import load_recipe
+from draftsmith.config.resolve import resolve
 from draftsmith.config.structure import plain
 from draftsmith.errors import CheckpointError, ConfigError, FingerprintMismatch, UserError
+from draftsmith.plugins import load_plugins
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.train.run import prepare_training, run_train, train_fingerprint
 
@@ -135,6 +138,16 @@ def test_a_checkpoint_that_cannot_be_begun_from_is_found_before_anything_starts(
     (problem,) = caught.value.problems
     assert message in problem.what
     assert "checkpoint" in problem.where
+
+
+@pytest.mark.usefixtures("case")
+def test_what_comes_after_training_needs_the_checkpoint_no_more(trained, tmp_path):
+    loaded = load_recipe(trained[0], [f"train.warm_start={tmp_path / 'gone'}"])
+    registry = load_plugins()
+    assert resolve(loaded, registry, ["export", "verify"]).recipe.train.warm_start
+    for stage in ("prepare", "train"):
+        with pytest.raises(UserError, match=r"there is no config\.json"):
+            resolve(loaded, registry, [stage])
 
 
 def test_what_the_format_refuses_is_reported(warm, case, monkeypatch):

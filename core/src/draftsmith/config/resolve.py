@@ -368,6 +368,8 @@ class _Resolver:
         key = "train.warm_start"
         if self.recipe.train.warm_start is None or self.is_broken(key):
             return
+        if not set(self.stages) & set(STAGES[: STAGES.index("train") + 1]):
+            return  # what training began from need not be there any more
         from draftsmith.checkpoint.warm_start import warm_start_problems
 
         folder = Path(self.recipe.train.warm_start).expanduser()
