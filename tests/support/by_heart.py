@@ -23,7 +23,6 @@ from draftsmith.checkpoint.card import speculative_config
 from draftsmith.checkpoint.exported import load_draft, open_format, schema_for
 from draftsmith.config.schema import TrainConfig
 from draftsmith.interfaces import DraftAlgorithm, PackedRow
-from draftsmith.plugins import load_reference
 from draftsmith.plugins.manager import PluginRegistry
 from draftsmith.serving.simulator import Simulation, simulate
 from draftsmith.serving.verifier_model import features, generate_greedily
@@ -31,6 +30,7 @@ from draftsmith.serving.vllm_process import DraftCounters, EngineRequest, requir
 from draftsmith.testing.algorithm import pack_documents
 from draftsmith.train.optimizers import build_optimizers
 from draftsmith.train.scoring import Teacher
+from draftsmith.train.setup import build_loss
 from draftsmith.train.step import Objective, train_step
 from draftsmith.verifier import read_verifier
 
@@ -95,12 +95,11 @@ def learn(
     def train(registered: Algorithm, algorithm: DraftAlgorithm, model: nn.Module) -> None:
         setup = algorithm.setup
         row = pack_documents(documents(material, setup.capture.layer_ids))
-        loss = load_reference(registry.losses.get(registered.loss).implementation)
         objective = Objective(
             algorithm=algorithm,
             model=model.train(),
             teacher=Teacher(setup.weights, setup.vocabulary, device="cpu", compute_dtype=torch.float32),
-            loss=loss(**registered.loss_options),
+            loss=build_loss(registry.losses, registered.loss, registered.loss_options),
             reduction=registered.reduction,
             out_of_vocabulary="renormalise",
             compute_dtype=torch.float32,

@@ -316,6 +316,10 @@ def override_problems(
         config = derived.overridden(given)
     except CheckpointError as error:
         return [*problems, *(Problem(each.what, where=where, hint=each.hint) for each in error.problems)]
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    small = [f"{name} is {getattr(config, name)}" for name in sizes if getattr(config, name) < 1]
+    if small:
+        return [*problems, *(Problem(f"{each}; at least 1 is needed", where=where) for each in small)]
     if config.hidden_size != derived.hidden_size or config.vocab_size != derived.vocab_size:
         problems.append(
             Problem(

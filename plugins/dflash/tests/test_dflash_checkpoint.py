@@ -93,6 +93,8 @@ def test_default_layer_ids(layers: int, ids: tuple[int, ...]) -> None:
         ({"layer_overrides": {"layer_types": ["full_attention"]}}, "option of its own"),
         ({"layer_overrides": {"model_type": "llama"}}, "qwen3's layers only"),
         ({"layer_overrides": {"num_key_value_heads": 3}}, "divide"),
+        ({"layer_overrides": {"num_key_value_heads": -1}}, "num_key_value_heads is -1; at least 1"),
+        ({"layer_overrides": {"num_attention_heads": 0}}, "num_attention_heads is 0; at least 1"),
     ],
 )
 def test_options_that_cannot_work(material: Material, options: dict[str, Any], message: str) -> None:

@@ -63,6 +63,8 @@ def test_default_layer_ids(layers: int, ids: tuple[int, ...]) -> None:
         ({"fc_norm": True}, "exclude"),
         ({"layer_overrides": {"hidden_size": 32}}, "width"),
         ({"layer_overrides": {"num_key_value_heads": 3}}, "divide"),
+        ({"layer_overrides": {"num_key_value_heads": -1}}, "num_key_value_heads is -1; at least 1"),
+        ({"layer_overrides": {"num_attention_heads": 0}}, "num_attention_heads is 0; at least 1"),
         ({"layer_overrides": {"head_dim": 31}}, "odd"),
         ({"layer_overrides": {"sliding_window": 4}}, "option of its own"),
         ({"sliding_window": 4, "layer_overrides": {"layer_types": ["full_attention"]}}, "option of its own"),
