@@ -202,6 +202,17 @@ def test_another_vocabulary_is_refused(warm, d2t, message):
         prepare_training(warm(change))
 
 
+def test_a_vocabulary_in_another_order_is_refused(warm):
+    def change(folder):
+        tensors = load_file(folder / "model.safetensors")
+        places = torch.arange(len(tensors["d2t"]))
+        tensors["d2t"] = (tensors["d2t"] + places).flip(0) - places
+        save_file(tensors, folder / "model.safetensors")
+
+    with pytest.raises(CheckpointError, match="in another order"):
+        prepare_training(warm(change))
+
+
 def test_tensors_of_another_shape_are_refused(warm):
     def change(folder):
         tensors = load_file(folder / "model.safetensors")

@@ -129,6 +129,9 @@ def _check_vocabulary(folder: Path, tensors: Mapping[str, Tensor], vocabulary: V
         ) from None
     ours = vocabulary.t2d.cpu()
     if torch.equal(theirs.t2d.cpu(), ours):
+        if not torch.equal(theirs.kept_ids().cpu(), vocabulary.kept_ids().cpu()):
+            what = "its draft vocabulary is in another order: the rows of its heads are those of other tokens"
+            raise CheckpointError(what, where=str(folder), hint="sort d2t, and the rows of all heads with it")
         return
     differing = int((theirs.t2d.cpu() & ~ours).sum())
     raise CheckpointError(
