@@ -102,7 +102,7 @@ class CaptureConfig:
     refused_share: float = field(
         default=0.1,
         validator=and_(ge(0), le(1)),
-        metadata=_help("stop where more of the rows are refused, since their states are not finite; 1: never"),
+        metadata=_help("stop where more of the rows than this have states that are not finite; 1: only where all do"),
     )
 
 
