@@ -9,8 +9,9 @@ import torch
 
 from draftsmith.attention import AnchoredBlocks
 from draftsmith.errors import ConfigError
-from draftsmith.masks.rules import Anchored, AnchoredCausal, Causal
-from draftsmith_dflash.mask import Attend, block_attention, check_causality
+from draftsmith.interfaces import MaskRule
+from draftsmith.masks.rules import Anchored, AnchoredCausal, Causal, Chained
+from draftsmith_dflash.mask import Attend, block_attention, check_causality, check_context
 from draftsmith_dflash.options import DFlashOptions, LayerAttention, layer_attention
 
 # Six tokens, blocks of three at the anchors 1 and 3: columns are the context rows, then the rows of both blocks.
@@ -116,4 +117,15 @@ def test_a_rule_does_not_make_layers_causal_that_are_served_otherwise() -> None:
     mixed = DFlashOptions(num_layers=3, sliding_window=4, sliding_window_non_causal=False, full_attention_indices=(1,))
     with pytest.raises(ConfigError, match=r"vLLM would serve layers \[1\] seeing their whole block") as caught:
         check_causality(AnchoredCausal(4), layer_attention(mixed))
+    assert caught.value.problems[0].where == "mask"
+
+
+@pytest.mark.parametrize("rule", [Causal, Chained])
+def test_a_rule_does_not_show_features_that_do_not_exist_yet(rule: type[MaskRule]) -> None:
+    check_context(Anchored(None))
+    check_context(AnchoredCausal(3))
+    with pytest.raises(
+        ConfigError, match=f"the mask {rule.__name__} shows blocks the features of their own anchor"
+    ) as caught:
+        check_context(rule(None))
     assert caught.value.problems[0].where == "mask"

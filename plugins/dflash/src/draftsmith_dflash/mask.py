@@ -17,11 +17,11 @@ from torch import Tensor
 from draftsmith.attention import AnchoredBlocks, anchored_attention, masked_attention
 from draftsmith.errors import ConfigError, Problem
 from draftsmith.interfaces import MaskRule
-from draftsmith.masks.forms import concatenate_slots
+from draftsmith.masks.forms import block_slots, concatenate_slots, dense_mask, document_slots
 from draftsmith.masks.rules import Anchored
 from draftsmith_dflash.options import LayerAttention
 
-__all__ = ["Attend", "block_attention", "check_causality"]
+__all__ = ["Attend", "block_attention", "check_causality", "check_context"]
 
 #: (query [n * B, h, d]; context key, context value [T, g, d]; block key, block value [n * B, g, d]; where the blocks
 #: hang; the layer's window and causality) → [n * B, h, d]
@@ -72,6 +72,26 @@ def block_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "fl
             ]
         )
     return _dense(type(rule))
+
+
+def check_context(rule: MaskRule) -> None:
+    """Raises:
+    ConfigError: *rule* lets a block see features of its anchor or of later rows, which do not exist when it drafts.
+    """
+    rows = document_slots([4])
+    anchor = 2
+    visible = dense_mask(rule, block_slots(rows, torch.tensor([anchor]), 3), rows)
+    if bool(visible[:, anchor:].any()):
+        raise ConfigError(
+            [
+                Problem(
+                    f"the mask {type(rule).__name__} shows blocks the features of their own anchor or later, which "
+                    "vLLM does not have yet",
+                    where="mask",
+                    hint="use the mask `anchored`",
+                )
+            ]
+        )
 
 
 def check_causality(rule: MaskRule, layers: Sequence[LayerAttention]) -> None:

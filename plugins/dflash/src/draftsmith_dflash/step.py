@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, PackedRow, ScoredSlots
 from draftsmith_dflash.batch import Batch, make_batch
-from draftsmith_dflash.mask import block_attention, check_causality
+from draftsmith_dflash.mask import block_attention, check_causality, check_context
 from draftsmith_dflash.model import DFlashDraft
 from draftsmith_dflash.options import (
     BlockOptions,
@@ -68,6 +68,7 @@ class BlockAlgorithm(DraftAlgorithm):
         super().__init__(setup)
         self.options: BlockOptions = setup.options
         self.mask_token_id = mask_token(self.options, setup.verifier)
+        check_context(setup.mask)
         check_causality(setup.mask, self.layer_attention())
         self.attend = block_attention(setup.mask, setup.attention)
 
