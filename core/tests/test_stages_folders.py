@@ -104,6 +104,7 @@ from draftsmith.stages import is_first_rank
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 assert is_first_rank() == (rank == 0)
+dist.barrier()  # the other one may still be connecting
 dist.destroy_process_group()
 assert is_first_rank()
 """
