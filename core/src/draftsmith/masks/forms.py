@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from draftsmith.errors import ConfigError, Problem
 from draftsmith.interfaces import MaskRule, Slots
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "dense_mask",
     "document_slots",
     "flex_block_mask",
+    "refuse_other_forms",
     "step_slots",
 ]
 
@@ -101,3 +103,25 @@ def flex_block_mask(rule: MaskRule, query: Slots, key: Slots, block_size: int = 
         device=str(query.index.device),
         BLOCK_SIZE=block_size,
     )
+
+
+def refuse_other_forms(rule: MaskRule, form: str, built_in: str) -> None:
+    """For an algorithm that attends densely by any rule but one, which alone has further forms.
+
+    Args:
+        form: ``auto``, ``linear``, ``dense`` or ``flex``.
+        built_in: name of the rule that has them all.
+
+    Raises:
+        ConfigError: *form* is one that *rule* does not have.
+    """
+    if form in ("linear", "flex"):
+        raise ConfigError(
+            [
+                Problem(
+                    f"the mask {type(rule).__name__} has no {form} form here",
+                    where="train.attention",
+                    hint=f"use attention: dense (or auto), or the mask `{built_in}`",
+                )
+            ]
+        )

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.attention import AnchoredBlocks, anchored_attention, masked_attention
 from draftsmith.errors import ConfigError, Problem
 from draftsmith.interfaces import MaskRule
-from draftsmith.masks.forms import block_slots, concatenate_slots, dense_mask, document_slots
+from draftsmith.masks.forms import block_slots, concatenate_slots, dense_mask, document_slots, refuse_other_forms
 from draftsmith.masks.rules import Anchored
 from draftsmith_dflash.options import LayerAttention
 
@@ -61,16 +61,7 @@ def block_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "fl
             )
 
         return attend
-    if form in ("linear", "flex"):
-        raise ConfigError(
-            [
-                Problem(
-                    f"the mask {type(rule).__name__} has no {form} form here",
-                    where="train.attention",
-                    hint="use attention: dense (or auto), or the mask `anchored`",
-                )
-            ]
-        )
+    refuse_other_forms(rule, form, "anchored")
     return _dense(type(rule))
 
 

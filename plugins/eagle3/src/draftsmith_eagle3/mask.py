@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.attention import chained_attention, masked_attention
-from draftsmith.errors import ConfigError, Problem
 from draftsmith.interfaces import MaskRule
-from draftsmith.masks.forms import concatenate_slots, document_slots, step_slots
+from draftsmith.masks.forms import concatenate_slots, document_slots, refuse_other_forms, step_slots
 from draftsmith.masks.rules import Chained
 
 __all__ = ["Attend", "chain_attention"]
@@ -42,16 +41,7 @@ def chain_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "fl
             )
 
         return attend
-    if form in ("linear", "flex"):
-        raise ConfigError(
-            [
-                Problem(
-                    f"the mask {type(rule).__name__} has no {form} form here",
-                    where="train.attention",
-                    hint="use attention: dense (or auto), or the mask `chained`",
-                )
-            ]
-        )
+    refuse_other_forms(rule, form, "chained")
     return _dense(rule)
 
 
