@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,10 @@ ALONE, WITH_DRAFT, AS_MODEL = "alone", "with_draft", "as_model"
 #: The checkpoint as the model differs from the verifier with a speculative_config only in how vLLM finds the two.
 #: Some prompts suffice to tell whether it found them: there it must write the same, and accept as much.
 AS_MODEL_PROMPTS = 16
+#: What the columns of the acceptance by position begin with, where there is room for it.
+POSITION = "pos. "
+#: Characters that the closing table takes at most.
+WIDEST_TABLE = 1000
 #: Largest gap between two float32 logits that rounding can turn round.
 FLOAT32_TIE = 1e-3
 #: vLLM and the simulator count the same rounds; beyond this the draft is not served as it was trained.
@@ -198,6 +203,7 @@ def _verify(
                 "served": describe(_total(results[way], indices)),
                 "served_with_draft": describe(_total(results[WITH_DRAFT], indices)),
             }
+    served: list[DraftCounters] = []
     if results:
         summary["seconds_alone"] = results[ALONE].generate_seconds
         served = [_total(results[WITH_DRAFT], [index]) for index in range(len(prompts))]
@@ -214,9 +220,10 @@ def _verify(
                     "source": prompt.source,
                     "prompt_tokens": len(prompt.token_ids),
                     "answer": answer,
+                    "served": describe(counters) if counters else None,
                     "simulated": describe(simulation.counters),
                 }
-                for prompt, answer, simulation in zip(prompts, answers, simulations, strict=True)
+                for prompt, answer, simulation, counters in zip_longest(prompts, answers, simulations, served)
             ],
         },
     )
@@ -472,7 +479,7 @@ def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _header(summary: Mapping[str, Any]) -> list[str]:
-    positions = [f"pos. {place + 1}" for place in range(summary["num_speculative_tokens"])]
+    positions = [f"{POSITION}{place + 1}" for place in range(summary["num_speculative_tokens"])]
     return ["by", "prompts", "acceptance length", *positions, "rounds"]
 
 
@@ -525,15 +532,24 @@ def _markdown(summary: Mapping[str, Any]) -> str:
 
 
 def print_verification(console: Console, record: StageRecord) -> None:
-    """The table of a verification, and below it whether the output was the verifier's own."""
+    """The table of a verification, and below it whether the output was the verifier's own.
+
+    That of a draft of many tokens may be wider than the terminal: its lines then wrap, and no figure is cut.
+    """
+    from rich import box
+    from rich.measure import Measurement
     from rich.table import Table
 
     summary = record.summary
-    table = Table(title="Verification: greedy, prompts not trained on", title_justify="left")
-    for index, name in enumerate(_header(summary)):
-        table.add_column(name, justify="left" if index < 2 else "right")
-    for row in _rows(summary):
+    title = "Verification: greedy, prompts not trained on; acceptance by position"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    names, rows = [name.removeprefix(POSITION) for name in _header(summary)], _rows(summary)
+    for place, name in enumerate(names):
+        cells = [row[place] for row in rows]
+        table.add_column(name, justify="left" if place < 2 else "right", min_width=max(map(len, name.split() + cells)))
+    for row in rows:
         table.add_row(*row)
-    console.print(table)
+    needed = Measurement.get(console, console.options.update(width=WIDEST_TABLE), table).minimum
+    console.print(table, width=max(console.width, needed), crop=False)
     for remark in _remarks(summary):
         console.print(remark, markup=False, highlight=False, soft_wrap=True)
