@@ -307,6 +307,17 @@ class DraftAlgorithm(ABC):
     def __init__(self, setup: AlgorithmSetup) -> None:
         self.setup = setup
 
+    @classmethod
+    def check_attention(cls, options: Any, mask: MaskRule, form: Literal["auto", "linear", "dense", "flex"]) -> None:
+        """Refuse a mask or a form of attention that a draft with *options* cannot be trained with and served by.
+
+        Asked before anything is made, where the recipe chooses another mask or form than the default. Where nobody
+        asked, as in tests, ``cls(setup)`` should refuse the same.
+
+        Raises:
+            ConfigError: what cannot be used, and why. The default takes everything.
+        """
+
     @abstractmethod
     def build_model(self) -> nn.Module:
         """A fresh draft (float32, CPU), initialised from torch's global generator, verifier tensors in place."""

@@ -85,17 +85,20 @@ def run_all(
         The record of each stage that was run.
 
     Raises:
+        ConfigError: the algorithm cannot use the recipe's mask or form of attention, or the prepared data.
         OutputError: the output is not this run's to write to, or another command is at work there.
     """
+    wanted = list(STAGES) if stages is None else [name for name in STAGES if name in stages]
+    if {"prepare", *_TRAINED_ON} & set(wanted):
+        check_attention(run)
     claim_output(run)
     with sole_writer(run.folders.output):
-        return _run_stages(run, console, overwrite=overwrite, stages=stages)
+        return _run_stages(run, console, overwrite=overwrite, wanted=wanted)
 
 
 def _run_stages(
-    run: ResolvedRun, console: Console | None, *, overwrite: bool, stages: Sequence[str] | None
+    run: ResolvedRun, console: Console | None, *, overwrite: bool, wanted: Sequence[str]
 ) -> dict[str, StageRecord]:
-    wanted = list(STAGES) if stages is None else [name for name in STAGES if name in stages]
     records: dict[str, StageRecord] = {}
     spent: dict[str, float] = {}
     for name in wanted:
@@ -119,6 +122,24 @@ def _run_stages(
     if console is not None and "verify" in records:
         print_verification(console, records["verify"])
     return records
+
+
+def check_attention(run: ResolvedRun) -> None:
+    """Whether the algorithm can use the mask and the form of attention that the recipe chooses.
+
+    Known before anything is made. The rule itself is asked, which takes torch; the defaults need no asking.
+
+    Raises:
+        ConfigError: it cannot, and why.
+    """
+    form = run.recipe.train.attention
+    if run.mask.name == run.algorithm.mask and form == "auto":
+        return
+    from draftsmith.interfaces import DraftAlgorithm
+    from draftsmith.train.setup import build_mask
+
+    implementation: type[DraftAlgorithm] = load_reference(run.algorithm.implementation, expected=DraftAlgorithm)
+    implementation.check_attention(run.algorithm_options, build_mask(run), form)
 
 
 def check_data(run: ResolvedRun) -> None:

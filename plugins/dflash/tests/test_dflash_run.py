@@ -109,6 +109,32 @@ def test_what_cannot_work_is_said_before_anything_starts(
 
 
 @pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({}, {"mask": "causal"}, "the mask Causal shows blocks the features of their own anchor"),
+        ({}, {"mask": "anchored_causal"}, "the mask AnchoredCausal makes every layer causal"),
+        (
+            {"sliding_window": 8, "sliding_window_non_causal": False},
+            {"mask": "anchored_causal", "train": {"attention": "linear"}},
+            "the mask AnchoredCausal has no linear form",
+        ),
+    ],
+)
+def test_a_mask_that_vllm_would_not_serve_is_refused_before_anything_is_made(
+    home: Path,
+    tmp_path: Path,
+    options: dict[str, Any],
+    more: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = recipe(home, tmp_path / "out", options, **more)
+    assert main(["run", str(path)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"block_size": 129}, "a block of 129 needs 129 tokens"),

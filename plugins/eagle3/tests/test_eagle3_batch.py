@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftsmith.errors import ConfigError
 from draftsmith.interfaces import PackedRow
+from draftsmith.masks.rules import Causal, Chained
 from draftsmith_eagle3.batch import make_batch
+from draftsmith_eagle3.options import Eagle3Options
+from draftsmith_eagle3.step import Eagle3
 
 
 def packed(masks: list[str], padding: int = 0) -> PackedRow:
@@ -71,3 +76,10 @@ def test_every_slot_is_one_that_serving_would_draft(masks: list[str], steps: int
     for before, after in zip(batch.steps, batch.steps[1:], strict=False):
         assert torch.equal(before.rows[after.kept], after.rows)
         assert torch.equal(before.chains[after.kept], after.chains)
+
+
+def test_forms_that_only_the_built_in_rule_has_are_refused_when_asked() -> None:
+    Eagle3.check_attention(Eagle3Options(), Chained(None), "linear")
+    Eagle3.check_attention(Eagle3Options(), Causal(None), "dense")
+    with pytest.raises(ConfigError, match="the mask Causal has no linear form"):
+        Eagle3.check_attention(Eagle3Options(), Causal(None), "linear")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, PackedRow, ScoredSlots
+from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, MaskRule, PackedRow, ScoredSlots
 from draftsmith_dflash.batch import Batch, make_batch
 from draftsmith_dflash.mask import block_attention, check_causality, check_context
 from draftsmith_dflash.model import DFlashDraft
@@ -68,9 +69,16 @@ class BlockAlgorithm(DraftAlgorithm):
         super().__init__(setup)
         self.options: BlockOptions = setup.options
         self.mask_token_id = mask_token(self.options, setup.verifier)
-        check_context(setup.mask)
-        check_causality(setup.mask, self.layer_attention())
+        self.check_attention(self.options, setup.mask, setup.attention)
         self.attend = block_attention(setup.mask, setup.attention)
+
+    @classmethod
+    def check_attention(
+        cls, options: BlockOptions, mask: MaskRule, form: Literal["auto", "linear", "dense", "flex"]
+    ) -> None:
+        check_context(mask)
+        check_causality(mask, layer_attention(options))
+        block_attention(mask, form)
 
     def layer_attention(self) -> Sequence[LayerAttention]:
         """Window and causality of every layer."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
-from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, PackedRow
+from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, MaskRule, PackedRow
 from draftsmith_eagle3.batch import Batch, make_batch
 from draftsmith_eagle3.mask import chain_attention
 from draftsmith_eagle3.model import Eagle3Draft
@@ -25,6 +27,12 @@ class Eagle3(DraftAlgorithm):
         super().__init__(setup)
         self.options: Eagle3Options = setup.options
         self.attend = chain_attention(setup.mask, setup.attention)
+
+    @classmethod
+    def check_attention(
+        cls, options: Eagle3Options, mask: MaskRule, form: Literal["auto", "linear", "dense", "flex"]
+    ) -> None:
+        chain_attention(mask, form)
 
     def build_model(self) -> nn.Module:
         model = self.setup.architecture(self.setup)  # type: ignore[call-arg]
