@@ -106,6 +106,16 @@ def test_other_settings_are_another_training(run):
     assert run_train(run(epochs=1, learning_rate=0.002), overwrite=True).complete
 
 
+def test_a_run_that_cannot_be_built_takes_the_place_of_no_other(run):
+    run_train(run(epochs=1))
+    other = run(epochs=1, learning_rate=0.5)
+    files = {path: path.read_bytes() for path in other.folders.training.rglob("*") if path.is_file()}
+    (other.folders.states / "manifest.json").unlink()
+    with pytest.raises(OutputError, match="manifest"):
+        run_train(other, overwrite=True)
+    assert {path: path.read_bytes() for path in other.folders.training.rglob("*") if path.is_file()} == files
+
+
 def test_what_only_decides_when_to_write_may_change(run):
     assert train_fingerprint(run()) == train_fingerprint(run(checkpoint_every=3, keep_checkpoints=7))
     assert train_fingerprint(run()) != train_fingerprint(run(seed=1))

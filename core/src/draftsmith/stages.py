@@ -211,7 +211,7 @@ class StageRecord:
 
 
 class Stage:
-    """One stage's folder. Use :meth:`begin`, then :meth:`finish`."""
+    """One stage's folder. Use :meth:`begin` (or its two halves), then :meth:`finish`."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -249,11 +249,24 @@ class Stage:
     def begin(
         self, fingerprint: Mapping[str, Any], *, overwrite: bool = False
     ) -> Literal["complete", "resume", "fresh"]:
-        """Compare with what is stored, and claim the folder.
+        """:meth:`compare`, and :meth:`claim` a folder that is not this stage's yet, or not of these inputs.
+
+        Raises:
+            FingerprintMismatch, OutputError: as they do.
+        """
+        found = self.compare(fingerprint, overwrite=overwrite)
+        if found == "fresh":
+            self.claim()
+        return found
+
+    def compare(
+        self, fingerprint: Mapping[str, Any], *, overwrite: bool = False
+    ) -> Literal["complete", "resume", "fresh"]:
+        """Compare with what is stored; changes nothing there.
 
         Raises:
             FingerprintMismatch: the folder holds this stage's output of other inputs (lists the differences).
-            OutputError: the folder holds something else, or cannot be written to.
+            OutputError: the folder holds something else, or cannot be read.
         """
         self._fingerprint = plain = json.loads(json.dumps(fingerprint, default=str))
         self._started = time.monotonic()
@@ -277,9 +290,16 @@ class Stage:
                 where=str(self.folder),
                 hint="choose another output, or move what is there away",
             )
-        self._remove(record is not None)
-        self._write(complete=False, summary={})
         return "fresh"
+
+    def claim(self) -> None:
+        """Remove the output of other inputs, if there is one, and begin; after :meth:`compare` found ``fresh``.
+
+        Raises:
+            OutputError: the folder cannot be written to.
+        """
+        self._remove((self.folder / FILE).exists())
+        self._write(complete=False, summary={})
 
     def _holds_something(self) -> bool:
         """Whether the folder holds what is not ours; hidden files are what a kill left of a record."""

@@ -88,7 +88,8 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
         SampleError, NumericsError, DiskSpaceError: training cannot go on; checkpoints are as they were.
     """
     stage = Stage("train", run.folders.training)
-    if stage.begin(train_fingerprint(run), overwrite=overwrite) == "complete":
+    found = stage.compare(train_fingerprint(run), overwrite=overwrite)
+    if found == "complete":
         record = stage.record()
         assert record is not None
         return record
@@ -105,6 +106,8 @@ def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bo
         with StopRequest() as stop, deterministic_algorithms():
             training = prepare_training(run)
             _describe(run, training, say)
+            if found == "fresh":  # not before: a run that cannot be built takes the place of no other
+                stage.claim()
             state, figures = _train(run, training, stop, events, console, say)
         record = stage.finish(_summary(training, state) | ({"finish": figures} if figures else {}))
         outcome = "completed"
