@@ -15,6 +15,7 @@ import torch
 from draftsmith.checkpoint.export import own_notes
 from draftsmith.checkpoint.training import load_final_weights, load_training_weights, read_newest
 from draftsmith.errors import CheckpointError, NumericsError, Stopped
+from draftsmith.interfaces import DraftAlgorithm
 from draftsmith.stages import Stage
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.train import run as run_module
@@ -146,6 +147,22 @@ def test_a_kill_after_it_leads_to_the_same(run, finishing, monkeypatch):
     after, _ = load_final_weights(run.folders.training)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert (run.folders.training / "metrics.jsonl").read_bytes() == log
+
+
+@pytest.mark.parametrize("changed", [DraftAlgorithm.finish, lambda self, model, validation: dict[str, float]()])
+def test_what_an_earlier_start_finished_is_not_exported_after_one_that_finishes_nothing(
+    run, finishing, monkeypatch, changed
+):
+    finishing(halve)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_summary", lambda *_: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            run_train(run)
+    finishing(changed)
+    assert "finish" not in run_train(run).summary
+    final, _ = load_final_weights(run.folders.training)
+    best, _ = load_training_weights(run.folders.training, "best")
+    assert all(torch.equal(final[name], best[name]) for name in best)
 
 
 def test_a_figure_that_is_not_finite_is_an_error(run, finishing):

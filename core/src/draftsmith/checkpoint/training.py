@@ -44,6 +44,7 @@ __all__ = [
     "random_states",
     "read_checkpoint",
     "read_newest",
+    "remove_finished",
     "restore_random_states",
     "trained_tensors",
     "update_state",
@@ -173,6 +174,20 @@ def write_finished(folder: Path, step: int, model: Mapping[str, Tensor]) -> Path
         write_json_atomically(temporary / _STATE, {**content, "digest": digest(content)})
 
     return _write_folder(folder / _FINISHED, fill)
+
+
+def remove_finished(folder: Path) -> None:
+    """Remove what :func:`write_finished` left there, which another start of the run wrote.
+
+    Raises:
+        OutputError: it cannot be removed.
+    """
+    path = folder / _FINISHED
+    try:
+        if path.exists():
+            shutil.rmtree(path)
+    except OSError as error:
+        raise write_error(error, path) from error
 
 
 def _write_folder(target: Path, fill: Callable[[Path], None]) -> Path:

@@ -27,6 +27,7 @@ from draftsmith.checkpoint.training import (
     load_weights_into,
     prune,
     random_states,
+    remove_finished,
     trained_tensors,
     update_state,
     write_checkpoint,
@@ -225,6 +226,7 @@ def finish(job: Job, state: TrainingState) -> dict[str, float]:
         NumericsError: a figure is not finite.
     """
     algorithm, model = job.objective.algorithm, job.objective.model
+    remove_finished(job.folder)  # of a start that was killed right after it: this one may have another last hand
     if type(algorithm).finish is DraftAlgorithm.finish:
         return {}
     weights, step = load_training_weights(job.folder, "best", job.warn)
