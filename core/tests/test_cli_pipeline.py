@@ -124,6 +124,16 @@ def test_the_output_says_what_was_resolved(run, stages):
     pipeline.run_all(run, None, stages=["prepare"])  # its own output is no obstacle
 
 
+def test_of_several_processes_of_a_run_the_first_alone_says_what_was_resolved(run, stages, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    pipeline.run_all(run, None, stages=["prepare"])
+    assert calls == [("prepare", False)]
+    assert not (run.folders.output / "run.json").exists()
+    monkeypatch.setenv("RANK", "0")
+    pipeline.run_all(run, None, stages=["prepare"])
+    assert (run.folders.output / "run.json").exists()
+
+
 def test_what_is_complete_is_said_to_be(run, stages):
     out = io.StringIO()
     pipeline.run_all(run, Console(file=out, width=80), stages=["prepare"])

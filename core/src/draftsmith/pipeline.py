@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.config.resolve import RUN_FILE, ResolvedRun
 from draftsmith.errors import ConfigError, OutputError
 from draftsmith.plugins import load_reference
-from draftsmith.stages import FILE, STAGES, Stage, StageRecord, sole_writer, write_json_atomically
+from draftsmith.stages import FILE, STAGES, Stage, StageRecord, is_first_rank, sole_writer, write_json_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +63,12 @@ def claim_output(run: ResolvedRun) -> None:
 
 
 def write_run_file(run: ResolvedRun) -> None:
-    """``run.json``: the resolved recipe, where each value came from, plugins and versions."""
+    """``run.json``: the resolved recipe, where each value came from, plugins and versions.
+
+    Of several processes of one run the first writes it for all.
+    """
+    if not is_first_rank():
+        return
     write_json_atomically(run.folders.output / RUN_FILE, run.record())
 
 
