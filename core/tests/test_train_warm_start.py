@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from draftsmith.checkpoint.training import load_training_weights, trained_tensors
@@ -102,6 +104,18 @@ def test_the_first_step_of_a_warm_start_has_learnt_already(warm, case, trained):
     run_train(run)
     first, last = (line["loss"] for line in (cold[0], cold[-1]))
     assert abs(log_of(run)[0]["loss"] - last) < 0.25 * (first - last)
+
+
+def test_one_that_is_resumed_goes_on_and_does_not_begin_again(warm, monkeypatch):
+    run, first, second = warm(lambda folder: None, "train.epochs=1"), io.StringIO(), io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr("draftsmith.train.run._summary", lambda *_: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            run_train(run, Console(file=first))
+    assert "training begins from the weights in" in first.getvalue()
+    run_train(run, Console(file=second))
+    assert "going on after step" in second.getvalue()
+    assert "begins" not in second.getvalue()
 
 
 def test_the_weights_are_part_of_the_fingerprint_and_their_place_is_not(warm, trained, case, tmp_path):

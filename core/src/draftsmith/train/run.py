@@ -219,6 +219,9 @@ def _train(
         say(f"going on after step {state.step} of {training.order.total_steps} ({found.path.name})")
         for line in _changes(state.environment, environment):
             say(f"note: {line}; the weights will not be bit-identical to those of an uninterrupted run")
+    elif run.recipe.train.warm_start is not None:
+        fresh = f"; fresh are {', '.join(training.fresh)}" if training.fresh else ""
+        say(f"training begins from the weights in {_warm_start(run)}{fresh}")
     with MetricsLog(run.folders.training / METRICS_LOG, keep=state.log_bytes) as log:
         job = Job(
             config=run.recipe.train,
@@ -295,9 +298,6 @@ def _reduction(run: ResolvedRun) -> Literal["masked_mean", "weighted_mean", "loc
 def _describe(run: ResolvedRun, training: Training, say: Callable[[str], None]) -> None:
     rows, objective = training.rows, training.objective
     say(str(training.parameters))
-    if run.recipe.train.warm_start is not None:
-        fresh = f"; fresh are {', '.join(training.fresh)}" if training.fresh else ""
-        say(f"training begins from the weights in {_warm_start(run)}{fresh}")
     say(
         f"{len(rows.bins)} rows of {rows.capacity} tokens, {rows.fill:.1%} full; "
         f"{len(training.validation_rows.bins)} for validation; {training.order.total_steps} steps on "
