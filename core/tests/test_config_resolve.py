@@ -111,6 +111,18 @@ def test_a_sum_adds_up_losses_of_any_plugin_with_their_options(recipe, focal, ca
     assert "part of the loss: focal, provided by draftsmith-focal 0.3" in capsys.readouterr().out
 
 
+def test_a_resolved_run_knows_the_defaults_of_losses_within_losses(recipe):
+    terms = "{terms: {ce: 0.1, nla: 0.5, sum: {options: {terms: {lk_hybrid: 1}}}}}"
+    parts = {
+        part.where: (part.name, part.options)
+        for part in run_of(recipe, f"loss={{name: sum, options: {terms}}}").loss_parts
+    }
+    inner = "loss.options.terms.sum.options.terms.lk_hybrid"
+    assert parts["loss.options.terms.ce"] == ("ce", {})
+    assert parts["loss.options.terms.nla"] == ("nla", {"floor": 1e-5})
+    assert parts[inner] == ("lk_hybrid", {"eta": 3.0})
+
+
 @pytest.mark.parametrize(
     ("terms", "place", "message"),
     [
@@ -121,6 +133,8 @@ def test_a_sum_adds_up_losses_of_any_plugin_with_their_options(recipe, focal, ca
         ("{focal: much}", "terms.focal", "must be number | {weight, options}, got 'much'"),
         ("{sum: {options: {terms: {ec: 1}}}}", "terms.sum.options.terms.ec", "unknown loss 'ec'"),
         ("{}", "terms", "terms must name at least one loss"),
+        ("{ce: .nan}", "terms", "the weight of ce must be a finite number, got nan"),
+        ("{nla: {weight: -.inf}}", "terms", "the weight of nla must be a finite number, got -inf"),
     ],
 )
 def test_terms_of_a_sum_are_checked_like_all_else(recipe, focal, terms, place, message):

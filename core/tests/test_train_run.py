@@ -28,6 +28,7 @@ from draftsmith.errors import (
     Stopped,
 )
 from draftsmith.hookspecs import hookimpl
+from draftsmith.losses.options import LogAcceptanceOptions
 from draftsmith.stages import Stage
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.train import loop, step
@@ -119,6 +120,14 @@ def test_a_run_that_cannot_be_built_takes_the_place_of_no_other(run):
 def test_what_only_decides_when_to_write_may_change(run):
     assert train_fingerprint(run()) == train_fingerprint(run(checkpoint_every=3, keep_checkpoints=7))
     assert train_fingerprint(run()) != train_fingerprint(run(seed=1))
+
+
+def test_the_defaults_of_losses_within_a_loss_decide_what_is_trained(case, captured):
+    resolved = case.resolved(captured, ["loss={name: sum, options: {terms: {nla: 0.5}}}"])
+    part = attrs.fields(LogAcceptanceOptions).floor
+    assert train_fingerprint(resolved)["loss"]["parts"] == {"loss.options.terms.nla": {"floor": part.default}}
+    bare = case.resolved(captured, ["loss={name: sum, options: {terms: {ce: 0.5}}}"])
+    assert "parts" not in train_fingerprint(bare)["loss"]
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_one_does_not(run):

@@ -53,5 +53,5 @@ def print_explanation(run: ResolvedRun) -> None:
         ("transport", run.transport, registry.transports),
     ):
         print(f"{kind}: {item.name}, provided by {catalog.provider(item.name)}")
-    for part in run.loss_parts():
+    for part in run.loss_parts:
         print(f"part of the loss: {part.name}, provided by {registry.losses.provider(part.name)}")

@@ -46,6 +46,8 @@ class ResolvedRun:
         algorithm, architecture, loss, mask, schema, transport: the chosen plugin values.
         algorithm_options, transport_options: instances of their ``options`` classes.
         loss_options: keyword arguments of the loss's implementation.
+        loss_parts: the losses that it is made of, and those that they are made of; ``where`` is the recipe's key, and
+            options are filled in.
         requirements: which hidden states must be captured.
         capture_engine: what ``capture.engine`` comes to, with what is installed here: ``vllm`` or ``transformers``.
         speculative_tokens: K written into the checkpoint.
@@ -63,6 +65,7 @@ class ResolvedRun:
     architecture: api.DraftArchitecture
     loss: api.Loss
     loss_options: dict[str, Any]
+    loss_parts: tuple[api.LossPart, ...] = ()
     mask: api.Mask
     schema: api.CheckpointSchema
     transport: api.Transport
@@ -85,11 +88,6 @@ class ResolvedRun:
         values["transport"] = {"name": self.transport.name, "options": plain(self.transport_options)}
         values["export"]["speculative_tokens"] = self.speculative_tokens
         return values
-
-    def loss_parts(self) -> Sequence[api.LossPart]:
-        """The losses that the loss is made of, if it is."""
-        cls = self.loss.options
-        return () if cls is None else self.loss.parts(cls(**self.loss_options))
 
     def record(self) -> dict[str, Any]:
         """What ``run.json`` holds."""
@@ -136,6 +134,7 @@ class _Resolver:
         self.errors: list[DraftsmithError] = []
         self.provenance = dict(loaded.provenance)
         self.notes: list[str] = []
+        self.parts: list[api.LossPart] = []
 
     def run(self) -> ResolvedRun:
         recipe, registry = self.recipe, self.registry
@@ -176,6 +175,7 @@ class _Resolver:
             architecture=_there(architecture),
             loss=_there(loss),
             loss_options=_there(loss_options),
+            loss_parts=tuple(self.parts),
             mask=_there(mask),
             schema=_there(schema),
             transport=_there(transport),
@@ -283,17 +283,18 @@ class _Resolver:
         options = self.options(loss, wanted.options, "loss.options", defaults, origin)
         if loss is None or options is None:
             return loss, {}
-        self.loss_parts(loss, options, "loss.options")
+        self.gather_parts(loss, options, "loss.options")
         return loss, {each.name: getattr(options, each.name) for each in attrs.fields(type(options))}
 
-    def loss_parts(self, loss: api.Loss, options: Any, key: str) -> None:
-        """Check the losses that this one is made of."""
+    def gather_parts(self, loss: api.Loss, options: Any, key: str) -> None:
+        """Check the losses that this one is made of, and keep them."""
         for part in loss.parts(options):
             here = f"{key}.{part.where}" if part.where else key
             inner = self.named(self.registry.losses, part.name, here)
             chosen = self.options(inner, part.options, f"{here}.options")
+            self.parts.append(api.LossPart(name=part.name, options=plain(chosen) or {}, where=here))
             if inner is not None and chosen is not None:
-                self.loss_parts(inner, chosen, f"{here}.options")
+                self.gather_parts(inner, chosen, f"{here}.options")
 
     def transport(self) -> api.Transport | None:
         catalog = self.registry.transports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from attrs import field, frozen
@@ -40,9 +41,13 @@ class SumTerm:
     options: dict[str, Any] = field(factory=dict, metadata={"help": "options of that loss"})
 
 
-def _is_something(_: object, __: object, value: dict[str, float | SumTerm]) -> None:
+def _are_terms(_: object, __: object, value: dict[str, float | SumTerm]) -> None:
     if not value:
         raise ValueError("terms must name at least one loss, for example {ce: 0.1, tv: 0.9}")
+    for name, term in value.items():
+        weight = term.weight if isinstance(term, SumTerm) else term
+        if not math.isfinite(weight):
+            raise ValueError(f"the weight of {name} must be a finite number, got {weight}")
 
 
 @frozen(kw_only=True)
@@ -50,7 +55,7 @@ class SumOptions:
     """Options of ``sum``."""
 
     terms: dict[str, float | SumTerm] = field(
-        validator=_is_something,
+        validator=_are_terms,
         factory=lambda: {"kl_div": 1.0},
         metadata={
             "help": "weight of each loss by name, such as {ce: 0.1, tv: 0.9}; with its options: "

@@ -140,6 +140,9 @@ def train_fingerprint(run: ResolvedRun) -> dict[str, Any]:
     if settings.pop("warm_start") is not None:  # what is in the folder counts, not where it lies
         settings["warm_start"] = checkpoint_digest(_warm_start(run))
     facets = {name: recipe[name] for name in ("algorithm", "architecture", "loss", "mask")}
+    parts = {part.where: part.options for part in run.loss_parts if part.options}
+    if parts:  # the recipe names them, and leaves their defaults out
+        facets["loss"] = {**facets["loss"], "parts": parts}
     return {"previous": captured.digest, **facets, "train": settings, "reduction": _reduction(run)}
 
 
