@@ -27,7 +27,8 @@ def chains(temperatures: list[float], *, count: int = 400, hard: bool = False, s
     logits = torch.logit(acceptance) * torch.tensor(temperatures, dtype=torch.float64)
     if hard:
         acceptance = torch.bernoulli(acceptance, generator=generator)
-    return Chains(logits=logits, acceptance=acceptance, present=torch.ones_like(acceptance, dtype=torch.bool))
+    present, rows = torch.ones_like(acceptance, dtype=torch.bool), torch.arange(count)
+    return Chains(logits=logits, acceptance=acceptance, present=present, row=rows)
 
 
 def row(lengths: list[int], logits: list[float], acceptance: list[float]) -> tuple[DraftSlots, ScoredSlots, Tensor]:
@@ -110,11 +111,43 @@ def test_chains_cut_short_say_nothing_of_what_they_lack() -> None:
     assert fit_shared(alone) == fit_shared(longer)
 
 
+def rows_of(*parts: Chains) -> list[tuple[DraftSlots, ScoredSlots, Tensor]]:
+    """A scored row of each part."""
+    return [
+        row([K] * part.logits.shape[0], part.logits.flatten().tolist(), part.acceptance.flatten().tolist())
+        for part in parts
+    ]
+
+
+def test_the_error_after_is_that_of_rows_without_a_part_in_the_fit() -> None:
+    """Every second row is calibrated, the others are twice too sure: each fit is right for its own rows alone."""
+    parts = [chains([1.0 + place % 2] * K, count=50, seed=place) for place in range(4)]
+    made = calibrate(rows_of(*parts))
+    assert made is not None
+    assert 1.1 < made.shared < 1.9
+    everything = Chains.of(rows_of(*parts))
+    assert everything is not None
+    swapped = torch.tensor([2.0, 1.0, 2.0, 1.0]).repeat_interleave(50)[:, None]
+    assert made.error_shared == pytest.approx(expected_calibration_error(everything, swapped), rel=1e-3)
+    assert made.error_by_slot == pytest.approx(made.error_shared, rel=1e-3)
+    assert made.error_shared > 2 * expected_calibration_error(everything, torch.tensor([made.shared]))
+    assert made.figures()["confidence_ece_held_out"] == 1
+
+
+def test_where_all_rows_are_alike_the_error_after_is_gone() -> None:
+    made = calibrate(rows_of(*(chains([3.0] * K, count=50, seed=place) for place in range(3))))
+    assert made is not None
+    assert made.error_before > 0.05
+    assert made.error_shared < 1e-4
+    assert made.error_by_slot < 1e-4
+
+
 def test_the_figures() -> None:
     made = calibrate([row([K, K], [3.0, -3.0, 2.0, 1.0] * 2, [0.8, 0.3, 0.6, 0.55] * 2)])
     assert made is not None
     figures = made.figures()
     assert figures["confidence_chains"] == 2
+    assert figures["confidence_ece_held_out"] == 0  # a single row cannot be split
     assert figures["confidence_ece_by_slot"] < figures["confidence_ece_after"] < figures["confidence_ece_before"]
     assert [figures[f"confidence_temperature_{slot}"] for slot in range(K)] == list(made.by_slot)
     assert all(value == value for value in figures.values())

@@ -95,7 +95,9 @@ def test_the_confidence_is_trained_and_calibrated(spark: tuple[ResolvedRun, dict
     assert sum(losses[-3:]) < sum(losses[:3])
     figures = records["train"].summary["finish"]
     assert log[-1]["phase"] == "finish"
-    assert figures["confidence_ece_after"] <= figures["confidence_ece_before"] + 1e-9
+    assert figures["confidence_ece_held_out"] == 1
+    assert 0 < figures["confidence_ece_before"] < 0.2
+    assert 0 < figures["confidence_ece_after"] < 0.2  # of few rows, on which the fit had no eye
     assert figures["confidence_chains"] > 10
     best, _ = load_training_weights(run.folders.training)
     final, _ = load_final_weights(run.folders.training)

@@ -7,6 +7,10 @@ k likeliest, those before it being fixed. vLLM's head is one linear map for all 
 single temperature, fitted on the survival of all slots at once, is folded into its weights; the ones by slot are
 reported, and stand in the exported config for whoever can use them.
 
+The temperatures that are kept are fitted on all validation rows. The error after calibration is measured on rows that
+had no part in the fit: every second row under the temperatures of the others, and these under its own. A single row
+cannot be split, since its chains share their documents; the error is then that of the fit itself, and said to be.
+
 The truth is the overlap of draft and verifier, as scored on the validation rows: the probability of acceptance when
 sampling. Survival's truth is its running product.
 
@@ -19,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
-from attrs import frozen
+from attrs import asdict, frozen
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -43,11 +47,13 @@ class Chains:
         logits: [C, K].
         acceptance: [C, K], of each slot, given the ones before it.
         present: bool [C, K]: the chain has the slot; a prefix of each row.
+        row: int64 [C], the validation row that the chain is of, counted from 0 over those that have any.
     """
 
     logits: Tensor
     acceptance: Tensor
     present: Tensor
+    row: Tensor
 
     @classmethod
     def of(cls, rows: Iterable[tuple[DraftSlots, ScoredSlots, Tensor]]) -> Chains | None:
@@ -55,7 +61,12 @@ class Chains:
         parts = [_dense(*row) for row in rows]
         if not parts:
             return None
-        return cls(**{name: torch.cat([part[name] for part in parts]) for name in ("logits", "acceptance", "present")})
+        places = [torch.full(part["logits"].shape[:1], place) for place, part in enumerate(parts)]
+        return cls(row=torch.cat(places), **{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+    def only(self, chosen: Tensor) -> Chains:
+        """The chains where *chosen*, bool [C], says so."""
+        return Chains(**{name: tensor[chosen] for name, tensor in asdict(self).items()})
 
     @property
     def true_survival(self) -> Tensor:
@@ -63,7 +74,7 @@ class Chains:
         return self.acceptance.cumprod(1)
 
     def survival(self, temperatures: Tensor) -> Tensor:
-        """[C, K], under *temperatures* [K] or [1]."""
+        """[C, K], under *temperatures* [K] or [1], or those of each chain, [C, K] or [C, 1]."""
         return torch.sigmoid(self.logits / temperatures).cumprod(1)
 
 
@@ -75,6 +86,7 @@ class Calibration:
         shared: the temperature that is folded into the head.
         by_slot: [K], the paper's.
         error_before, error_shared, error_by_slot: expected calibration error of survival, in [0, 1].
+        held_out: the last two are measured on rows that the temperatures were not fitted on.
     """
 
     chains: int
@@ -83,6 +95,7 @@ class Calibration:
     error_before: float
     error_shared: float
     error_by_slot: float
+    held_out: bool
 
     def figures(self) -> dict[str, float]:
         """By the names that are reported."""
@@ -91,24 +104,23 @@ class Calibration:
             "confidence_ece_before": self.error_before,
             "confidence_ece_after": self.error_shared,
             "confidence_ece_by_slot": self.error_by_slot,
+            "confidence_ece_held_out": float(self.held_out),
             "confidence_temperature": self.shared,
             **{f"confidence_temperature_{slot}": value for slot, value in enumerate(self.by_slot)},
         }
 
 
 def calibrate(rows: Iterable[tuple[DraftSlots, ScoredSlots, Tensor]]) -> Calibration | None:
-    """Temperatures from scored rows and their slots' logits [N]; None where there is nothing to fit them on.
-
-    Fitted and measured on the same chains: K + 1 numbers from all of them.
-    """
+    """Temperatures from scored rows and their slots' logits [N]; None where there is nothing to fit them on."""
     chains = Chains.of(rows)
     if chains is None:
         return None
     by_slot, shared = fit_sequentially(chains), fit_shared(chains)
-    errors = [
-        expected_calibration_error(chains, temperatures)
-        for temperatures in (torch.ones(1), torch.tensor([shared]), torch.tensor(by_slot))
-    ]
+    held_out = bool(chains.row.any())  # there are two rows at least
+    measured = [torch.tensor([shared]), torch.tensor(by_slot)]
+    if held_out:
+        measured = [_by_other_half(chains, lambda half: [fit_shared(half)]), _by_other_half(chains, fit_sequentially)]
+    errors = [expected_calibration_error(chains, temperatures) for temperatures in (torch.ones(1), *measured)]
     return Calibration(
         chains=chains.logits.shape[0],
         shared=shared,
@@ -116,7 +128,14 @@ def calibrate(rows: Iterable[tuple[DraftSlots, ScoredSlots, Tensor]]) -> Calibra
         error_before=errors[0],
         error_shared=errors[1],
         error_by_slot=errors[2],
+        held_out=held_out,
     )
+
+
+def _by_other_half(chains: Chains, fit: Callable[[Chains], list[float]]) -> Tensor:
+    """[C, n]: for each chain the n temperatures that *fit* finds on the half of the rows that its own is not in."""
+    half = chains.row % 2
+    return torch.tensor([fit(chains.only(half != each)) for each in (0, 1)])[half]
 
 
 def fit_sequentially(chains: Chains) -> list[float]:
