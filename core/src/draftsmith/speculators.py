@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 __all__ = [
     "LAYER_OVERRIDES",
     "SpeculatorsFormat",
+    "bias_specs",
+    "biases",
     "decoder_tensors",
     "draft_size",
     "error",
     "layers_of",
     "lint_against_verifier",
+    "lint_biases",
     "lint_layer_ids",
     "lint_layers",
     "other_network",
@@ -72,14 +75,13 @@ class SpeculatorsFormat(CheckpointFormat):
         method: vLLM's name of what serves it.
         skipped: parts of names of tensors that vLLM's loader passes over.
         renamed: part of a name in other checkpoints → what vLLM's loader reads it as.
-        prefix: of names in other projects' checkpoints, taken off where such are read. vLLM's loader adds ``model.``
-            itself, and knows no name in a file that has it already, so lint leaves it where it is.
+
+    vLLM's loader adds ``model.`` to names itself, and knows none in a file that has it already.
     """
 
     method: ClassVar[str]
     skipped: ClassVar[tuple[str, ...]] = _ROTARY_TABLES
     renamed: ClassVar[Mapping[str, str]] = {"midlayer.": "layers.0."}
-    prefix: ClassVar[str] = "model."
 
     def tensors(self, model: nn.Module, context: ExportContext) -> dict[str, Tensor]:
         """All of the model's tensors, without those that vLLM shares with the verifier, and the vocabulary map."""
@@ -105,17 +107,16 @@ class SpeculatorsFormat(CheckpointFormat):
 
     def passed_over(self, config: Mapping[str, Any], names: Iterable[str]) -> Sequence[str]:
         """Those of *names*, as in :meth:`as_loaded`, that vLLM knows and loads into nothing; lint reports them."""
-        return ()
+        return biases(names)
 
     def load(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         import torch
 
         state = model.state_dict()
         shared = _shared_names(model)
-        stored = {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}
         given = {
-            part.name: stored[name][part.begin : part.end] if stored[name].dim() else stored[name]
-            for name, part in self._loaded({name: tensor.shape for name, tensor in stored.items()}, config)
+            part.name: tensors[name][part.begin : part.end] if tensors[name].dim() else tensors[name]
+            for name, part in self._loaded({name: tensor.shape for name, tensor in tensors.items()}, config)
         }
         for name in self.passed_over(config, given):
             del given[name]
@@ -350,6 +351,21 @@ def decoder_tensors(layers: LayerConfig, input_size: int | None = None) -> Itera
     yield "mlp.down_proj.weight", TensorSpec(shape=(width, inner))
 
 
+def bias_specs(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """A bias beside each weight of *specs*: vLLM's loader knows the names whether or not the network has them."""
+    return {
+        name.removesuffix("weight") + "bias": TensorSpec(shape=spec.shape[:1], required=False)
+        for name, spec in specs.items()
+        if name.endswith(".weight")
+    }
+
+
+def biases(names: Iterable[str]) -> list[str]:
+    """Those of *names* that are the bias beside a weight."""
+    known = set(names)
+    return sorted(name for name in known if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in known)
+
+
 # --- lint -------------------------------------------------------------------------------------------------------
 
 
@@ -375,8 +391,27 @@ def lint_layer_ids(ids: list[int], where: str, verifier: VerifierFacts | None) -
         yield error(f"{ids} reaches outside the verifier's {verifier.num_layers} layers", where)
 
 
-def lint_layers(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """What vLLM's decoder layers would do otherwise than ours."""
+def lint_biases(passed_over: Sequence[str]) -> Iterator[Finding]:
+    """Biases that are stored, and that vLLM passes over."""
+    if passed_over:
+        yield error(
+            f"{len(passed_over)} biases are there, such as {passed_over[0]}: vLLM passes them over, and drafts "
+            "without",
+            "model.safetensors",
+            "train without biases: the layers of this format have none",
+        )
+
+
+#: Keys by which vLLM's draft classes, this one or that, give their layers biases.
+_BIAS_KEYS = ("attention_bias", "mlp_bias", "bias", "qkv_bias")
+
+
+def lint_layers(config: Mapping[str, Any], bias_keys: Sequence[str] = _BIAS_KEYS) -> Iterator[Finding]:
+    """What vLLM's decoder layers would do otherwise than ours.
+
+    Args:
+        bias_keys: those of the layers' keys by which vLLM gives them biases that the format does not have.
+    """
     where = "transformer_layer_config"
     layers = layers_of(config)
     if layers.get("hidden_act", "silu") != "silu":
@@ -385,7 +420,7 @@ def lint_layers(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield warning(
             "head_dim is not written; vLLM derives it from hidden_size and heads", f"{where}.head_dim", "write it"
         )
-    for key in ("attention_bias", "mlp_bias", "bias", "qkv_bias"):
+    for key in bias_keys:
         if layers.get(key):
             yield error(f"{key} asks vLLM for biases that this format does not train", f"{where}.{key}", "set false")
     types = layers.get("layer_types")

@@ -284,7 +284,7 @@ def test_a_draft_of_another_width_brings_its_embedding_and_head(material: Materi
 
 
 def test_other_projects_checkpoints_are_read(material: Material) -> None:
-    """z-lab's: no nesting, ids of the layers whose output it is, a `model.` prefix."""
+    """z-lab's: no nesting, ids of the layers whose output it is."""
     case = tiny_case(material, "dflash", options={"block_size": 5})
     model = case.algorithm.build_model()
     written = case.format.config(context(case))
@@ -296,7 +296,7 @@ def test_other_projects_checkpoints_are_read(material: Material) -> None:
     form = DFlashCheckpoint()
     assert form.capture(config, material.facts) == case.algorithm.setup.capture
     assert DFlashOptions(**form.options(config)) == DFlashOptions(**form.options(written))
-    tensors = {f"model.{name}": each for name, each in case.format.tensors(model, context(case)).items()}
+    tensors = case.format.tensors(model, context(case))
     torch.manual_seed(1)
     loaded = case.algorithm.build_model()
     form.load(loaded, tensors, config)
@@ -430,6 +430,44 @@ def test_names_are_read_as_vllm_reads_them(case: AlgorithmCase, name: str, size:
     # Without a map beside it vLLM passes its own name for one over.
     alone = {"draft_id_to_target_id": torch.ones(64), "norm.weight": tensors["norm.weight"]}
     assert set(case.format.as_loaded(config, specs(alone))) == {"norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        (lambda tensors: {f"model.{name}": each for name, each in tensors.items()}, False),
+        (lambda tensors: {**tensors, "layers.0.self_attn.o_proj.bias": torch.ones(64)}, True),
+        (lambda tensors: {**tensors, "layers.9.mlp.down_proj.bias": torch.ones(64)}, False),
+        (lambda tensors: {**tensors, "mask_embedding": torch.ones(64)}, True),
+    ],
+    ids=["model. before all", "bias", "bias of no layer", "mask_embedding"],
+)
+def test_lint_and_loading_agree_on_names(case: AlgorithmCase, change: Callable[[Any], Any], taken: bool) -> None:
+    """What vLLM's loader really does with these names is asked in test_dflash_vllm_contract.py."""
+    config = case.format.config(context(case))
+    changed = change(case.format.tensors(case.algorithm.build_model(), context(case)))
+    unknown = case.format.as_loaded(config, specs(changed)).keys() - case.format.expected_tensors(config).keys()
+    assert bool(unknown) == (not taken)
+    if taken:
+        case.format.load(case.algorithm.build_model(), changed, config)
+    else:
+        with pytest.raises(CheckpointError, match="prefix 'model.'" if "model.fc.weight" in changed else "lint"):
+            case.format.load(case.algorithm.build_model(), changed, config)
+
+
+def test_biases_that_vllm_passes_over_and_those_that_it_loads(case: AlgorithmCase) -> None:
+    config = case.format.config(context(case))
+    name = "layers.0.self_attn.o_proj.bias"
+    tensors = {**case.format.tensors(case.algorithm.build_model(), context(case)), name: torch.ones(64)}
+    (finding,) = case.format.lint(config, specs(tensors), None)
+    assert (finding.severity, "1 biases are there" in finding.what) == ("error", True)
+    assert not case.format.expected_tensors(config)[name].required
+    _set(LAYERS, "attention_bias", value=True)(config)
+    (finding,) = case.format.lint(config, specs(tensors), None)
+    assert (finding.severity, "neither trained nor simulated" in finding.what) == ("warning", True)
+    assert case.format.expected_tensors(config)[name].required
+    with pytest.raises(CheckpointError, match="neither trained nor simulated"):
+        case.format.options(config)
 
 
 def test_a_tensor_that_vllm_refuses(case: AlgorithmCase) -> None:

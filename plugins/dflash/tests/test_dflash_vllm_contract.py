@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from vllm_loader import Change, Loader, fused, midlayer, one, open_loader, prefixed, renamed
 
 from draftsmith.interfaces import ExportContext
 from draftsmith.testing.algorithm import Material, make_material, tiny_case
@@ -61,7 +64,6 @@ def test_vllm_reads_what_was_trained(material: Material, options: dict[str, Any]
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 64])
 def test_windows_are_those_of_vllms_kernel(causal: bool, window: int | None) -> None:
     """vLLM's CPU kernel on a block of rows after a context, against the rule that the blocks are trained with."""
-    import torch
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 
@@ -120,3 +122,77 @@ def test_windows_are_those_of_vllms_kernel(causal: bool, window: int | None) -> 
         s_aux=None,
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+# --- names of tensors ------------------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Change] = {
+    "as written": lambda tensors: tensors,
+    "midlayer, fused": lambda tensors: midlayer(fused(tensors)),
+    "model.": prefixed("model."),
+    "one of them model.": renamed("fc.weight", "model.fc.weight"),
+    "model.d2t": renamed("d2t", "model.d2t"),
+    "model.lm_head": renamed("lm_head.weight", "model.lm_head.weight"),
+    "another layer": one("layers.2.mlp.down_proj.weight", 64, 96),
+    "a bias of another layer": one("layers.2.mlp.down_proj.bias", 64),
+    "a bias": one("fc.bias", 64),
+    "a bias in a layer": one("layers.0.mlp.down_proj.bias", 64),
+    "bias of a norm": one("norm.bias", 64),
+    "bias of the head": one("lm_head.bias", 64),
+    "rotary table": one("midlayer.self_attn.rotary_emb.inv_freq", 8),
+    "mask_hidden": one("mask_hidden", 1, 1, 64),
+    "mask_embedding": one("mask_embedding", 64),
+    "another t2d": one("verifier.t2d", 320),
+    "other names of fc and its norm": lambda tensors: renamed("fc.weight", "encoder.fc.weight")(
+        renamed("hidden_norm.weight", "encoder.output_norm_enc.weight")(tensors)
+    ),
+    "map under both names": one("draft_id_to_target_id", 64),
+    "something else": one("projector.weight", 3),
+}
+ATTENTION = {
+    **{f"layers.{layer}.self_attn.{name}_proj.bias": 32 for layer in (0, 1) for name in ("k", "v")},
+    **{f"layers.{layer}.self_attn.{name}_proj.bias": 64 for layer in (0, 1) for name in ("q", "o")},
+}
+
+
+def with_attention_biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**tensors, **{name: torch.ones(size) for name, size in ATTENTION.items()}}
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loader]:
+    with open_loader(tmp_path_factory.mktemp("loader"), "dflash", {"num_layers": 2}) as found:
+        yield found
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "biases of attention"])
+def test_lint_loading_and_vllm_agree_on_every_name(loader: Loader, change: str) -> None:
+    """DSpark's class in vLLM derives from this one."""
+    tensors = {**CHANGES, "biases of attention": with_attention_biases}[change](dict(loader.tensors))
+    theirs, ours = loader.load_theirs(tensors), loader.load_ours(tensors)
+    assert (theirs is None) == bool(loader.unknown(tensors)), "lint and vLLM"
+    assert (theirs is None) == (ours is None), "loading and vLLM"
+    if theirs is None or ours is None:
+        return
+    expected = loader.load_theirs(dict(loader.tensors))
+    assert expected is not None
+    assert all(torch.equal(each, expected[name]) for name, each in theirs.items())
+    assert all(torch.equal(ours[name], each) for name, each in (loader.load_ours(loader.tensors) or {}).items())
+
+
+def test_attention_biases_are_loaded_where_the_config_has_them(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    options, layers = {"num_layers": 2}, {"attention_bias": True}
+    with open_loader(tmp_path_factory.mktemp("biases"), "dflash", options, layers) as loader:
+        theirs = loader.load_theirs(with_attention_biases(loader.tensors))
+        without = loader.load_theirs(loader.tensors)
+        expected = loader.case.format.expected_tensors(loader.config)
+    assert theirs is not None
+    assert without is not None
+    biases = [name for name in theirs if name.endswith("_proj.bias")]
+    assert len(biases) == 4  # queries, keys and values in one
+    assert all((theirs[name] == 1).all() for name in biases)
+    assert all((without[name] == -1).all() for name in biases)  # vLLM does not miss them
+    assert {name for name, spec in expected.items() if spec.required and name.endswith("bias")} == ATTENTION.keys()
+    assert all(expected[name].shape == (size,) for name, size in ATTENTION.items())

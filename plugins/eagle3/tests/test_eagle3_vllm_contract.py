@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from vllm_loader import Change, Loader, fused, midlayer, one, open_loader, prefixed, renamed
 
-from draftsmith.checkpoint.export import write_export
-from draftsmith.errors import CheckpointError
-from draftsmith.interfaces import ExportContext, TensorSpec
+from draftsmith.interfaces import ExportContext
 from draftsmith.layer_config import LayerConfig
 from draftsmith.layers import RotaryEmbedding
 from draftsmith.testing.algorithm import Material, make_material, tiny_case
@@ -105,7 +103,6 @@ def test_rotary_tables_are_those_of_vllm(rope: dict[str, Any], material: Materia
 
 # --- names of tensors ------------------------------------------------------------------------------------------------
 
-Tensors = dict[str, torch.Tensor]
 FLAGS = {
     "default": {},
     "no norms": {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False},
@@ -113,100 +110,13 @@ FLAGS = {
 }
 
 
-class Loader:
-    """vLLM's draft class, built as for serving, and the same draft of ours."""
-
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.model_loader.utils import get_model_architecture
-
-        material = make_material(folder / "verifier", "llama")
-        self.case = tiny_case(material, "eagle3", options=options, draft_size=64)
-        context = ExportContext(
-            setup=self.case.algorithm.setup, verifier_name=str(material.facts.path), speculative_tokens=3
-        )
-        model = self.case.algorithm.build_model()
-        self.config, _ = write_export(folder / "checkpoint", self.case.format, model, context, {})
-        self.tensors: Tensors = self.case.format.tensors(model, context)
-        speculative = {"method": "eagle3", "model": str(folder / "checkpoint"), "num_speculative_tokens": 3}
-        arguments = EngineArgs(
-            model=str(material.facts.path),
-            dtype="float32",
-            max_model_len=256,
-            enforce_eager=True,
-            speculative_config=speculative,
-        )
-        engine = arguments.create_engine_config()
-        with set_current_vllm_config(engine):
-            init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, backend="gloo")
-            ensure_model_parallel_initialized(1, 1)
-            kind, _ = get_model_architecture(engine.speculative_config.draft_model_config)
-            self.theirs = kind(vllm_config=engine)
-
-    def load_theirs(self, tensors: Tensors) -> Tensors | None:
-        """What the parameters of vLLM's draft are then; -1 where nothing was loaded. None: it fails."""
-        with torch.no_grad():
-            for parameter in self.theirs.parameters():
-                parameter.fill_(-1)
-        try:
-            self.theirs.load_weights(tensors.items())
-        except ValueError:
-            return None
-        return {name: parameter.detach().clone() for name, parameter in self.theirs.named_parameters()}
-
-    def load_ours(self, tensors: Tensors) -> Tensors | None:
-        model = self.case.algorithm.build_model()
-        try:
-            self.case.format.load(model, tensors, self.config)
-        except CheckpointError:
-            return None
-        return model.state_dict()
-
-    def unknown(self, tensors: Tensors) -> set[str]:
-        """What lint says that vLLM fails at."""
-        present = {name: TensorSpec(shape=tuple(each.shape)) for name, each in tensors.items()}
-        as_loaded = self.case.format.as_loaded(self.config, present)
-        return as_loaded.keys() - self.case.format.expected_tensors(self.config).keys()
-
-
 @pytest.fixture(scope="module", params=FLAGS)
 def loader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loader]:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
-            patch.setenv(name, "1")
-        yield Loader(tmp_path_factory.mktemp("loader"), FLAGS[request.param])
-        cleanup_dist_env_and_memory()
+    with open_loader(tmp_path_factory.mktemp("loader"), "eagle3", FLAGS[request.param]) as found:
+        yield found
 
 
-def fused(tensors: Tensors) -> Tensors:
-    for whole, parts in {"self_attn.qkv": ["q", "k", "v"], "mlp.gate_up": ["gate", "up"]}.items():
-        module = whole.partition(".")[0]
-        rows = [tensors.pop(f"layers.0.{module}.{part}_proj.weight") for part in parts]
-        tensors[f"layers.0.{whole}_proj.weight"] = torch.cat(rows)
-    return tensors
-
-
-def midlayer(tensors: Tensors) -> Tensors:
-    return {name.replace("layers.0.", "midlayer."): each for name, each in tensors.items()}
-
-
-def prefixed(prefix: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {prefix + name: each for name, each in tensors.items()}
-
-
-def one(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {**tensors, name: torch.ones(shape)}
-
-
-def renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {new if name == old else name: each for name, each in tensors.items()}
-
-
-CHANGES: dict[str, Callable[[Tensors], Tensors]] = {
+CHANGES: dict[str, Change] = {
     "as written": lambda tensors: tensors,
     "midlayer": midlayer,
     "fused": fused,

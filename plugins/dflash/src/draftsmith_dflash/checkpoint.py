@@ -9,8 +9,8 @@ Drafts of z-lab's own format (``dflash_config`` at the top level, layer ids coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from attrs import evolve
 
@@ -21,10 +21,13 @@ from draftsmith.layer_config import LayerConfig
 from draftsmith.speculators import (
     LAYER_OVERRIDES,
     SpeculatorsFormat,
+    bias_specs,
+    biases,
     decoder_tensors,
     error,
     layers_of,
     lint_against_verifier,
+    lint_biases,
     lint_layer_ids,
     lint_layers,
     other_network,
@@ -41,10 +44,21 @@ __all__ = ["BlockCheckpoint", "DFlashCheckpoint"]
 
 _IDS = "aux_hidden_state_layer_ids"
 _NON_CAUSAL = "sliding_window_non_causal"
+#: Gives queries, keys, values and outputs biases in vLLM, which then loads them.
+_BIAS = "attention_bias"
+_BIASES = "its attention has biases, which vLLM serves, and which are neither trained nor simulated here"
 
 
 class BlockCheckpoint(SpeculatorsFormat):
     """What checkpoints of all algorithms with anchored blocks share: the network, its taps, its layers' attention."""
+
+    #: a row for masks that some checkpoints carry; vLLM masks by the embedding of the mask token
+    skipped = (*SpeculatorsFormat.skipped, "mask_embedding")
+    renamed: ClassVar[Mapping[str, str]] = {
+        **SpeculatorsFormat.renamed,
+        "encoder.output_norm_enc.": "hidden_norm.",
+        "encoder.fc.": "fc.",
+    }
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -71,9 +85,16 @@ class BlockCheckpoint(SpeculatorsFormat):
         }
         for index in range(layers.num_layers):
             specs.update({f"layers.{index}.{name}": spec for name, spec in decoder_tensors(layers)})
-        return specs
+        known = bias_specs(specs)
+        loaded = {name: evolve(known[name], required=True, why=why) for name in _loaded_biases(config, known)}
+        return {**specs, **known, **loaded}
 
     # --- reading ------------------------------------------------------------------------------------------------
+
+    def passed_over(self, config: Mapping[str, Any], names: Iterable[str]) -> Sequence[str]:
+        found = biases(names)
+        loaded = set(_loaded_biases(config, found))
+        return [name for name in found if name not in loaded]
 
     def block_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The options that those of :meth:`block_keys` and the layers imply."""
@@ -84,6 +105,8 @@ class BlockCheckpoint(SpeculatorsFormat):
             raise CheckpointError(
                 "the mask token is missing", where="mask_token_id", hint="vLLM refuses a configuration without it"
             )
+        if layers_of(config).get(_BIAS):
+            raise CheckpointError(_BIASES, where=f"transformer_layer_config.{_BIAS}")
         return {
             "num_layers": layers.num_layers,
             "hidden_size": layers.hidden_size if layers.hidden_size != target_width(config) else None,
@@ -119,7 +142,8 @@ class BlockCheckpoint(SpeculatorsFormat):
     ) -> Sequence[Finding]:
         findings = [
             *lint_layer_ids(required_layer_ids(config), _IDS, verifier),
-            *lint_layers(config),
+            *lint_layers(config, bias_keys=()),
+            *lint_biases(self.passed_over(config, present)),
             *_lint_mask_token(config, verifier),
             *_lint_layer_type(config),
             *_lint_block_size(config, self.predicting_rows(config)),
@@ -187,6 +211,11 @@ class DFlashCheckpoint(BlockCheckpoint):
 def _layer_config(config: Mapping[str, Any]) -> LayerConfig:
     layers = layers_of(config)
     return LayerConfig.from_dict({**layers, "model_type": layers.get("model_type") or "qwen3"})
+
+
+def _loaded_biases(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of *names*, all of them biases, that vLLM has a place for."""
+    return [name for name in names if layers_of(config).get(_BIAS) and ".self_attn." in name and "_proj." in name]
 
 
 def _foreign(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -258,6 +287,10 @@ def _lint_layer_type(config: Mapping[str, Any]) -> Iterator[Finding]:
     if kind not in (None, "qwen3"):
         where = "transformer_layer_config.model_type"
         yield error(f"vLLM's draft has qwen3's layers, with a norm per head, not {kind!r}'s", where)
+    if layers_of(config).get(_BIAS):
+        yield warning(
+            _BIASES, f"transformer_layer_config.{_BIAS}", "only its tensors and its configuration are checked"
+        )
 
 
 def _lint_block_size(config: Mapping[str, Any], rows: int | None) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ with it. Training also begins from DFlash checkpoints, of the format or of z-lab
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from attrs import evolve
@@ -43,8 +43,6 @@ class DSparkCheckpoint(BlockCheckpoint):
     """Reads, writes and checks DSpark drafts. What all speculators formats share is linted by the core."""
 
     method = "dspark"
-    #: a row for masks that some checkpoints carry; vLLM masks by the embedding of the mask token
-    skipped = (*BlockCheckpoint.skipped, "mask_embedding")
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -85,6 +83,9 @@ class DSparkCheckpoint(BlockCheckpoint):
         return specs
 
     # --- reading ------------------------------------------------------------------------------------------------
+
+    def passed_over(self, config: Mapping[str, Any], names: Iterable[str]) -> Sequence[str]:
+        return [name for name in super().passed_over(config, names) if not name.startswith(_HEADS)]
 
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         config = _translated(config)
@@ -145,8 +146,7 @@ class DSparkCheckpoint(BlockCheckpoint):
     def warm_start(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Sequence[str]:
         """The backbone, and the heads as far as both have them; the rest of the model's stays fresh."""
         state = model.state_dict()
-        given = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        given = {name: tensor for name, tensor in given.items() if name in state or not name.startswith(_HEADS)}
+        given = {name: tensor for name, tensor in tensors.items() if name in state or not name.startswith(_HEADS)}
         fresh = [name for name in state if name.startswith(_HEADS) and name not in given]
         self.load(model, {**given, **{name: state[name] for name in fresh}}, _translated(config))
         return fresh

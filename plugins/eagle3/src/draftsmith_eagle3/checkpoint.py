@@ -16,10 +16,13 @@ from draftsmith.layer_config import LayerConfig
 from draftsmith.speculators import (
     LAYER_OVERRIDES,
     SpeculatorsFormat,
+    bias_specs,
+    biases,
     decoder_tensors,
     error,
     layers_of,
     lint_against_verifier,
+    lint_biases,
     lint_layer_ids,
     lint_layers,
     other_network,
@@ -43,7 +46,6 @@ class Eagle3Checkpoint(SpeculatorsFormat):
 
     method = "eagle3"
     skipped = (*SpeculatorsFormat.skipped, "mask_hidden")  # the input of parallel drafting
-    prefix = ""
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -80,20 +82,14 @@ class Eagle3Checkpoint(SpeculatorsFormat):
             # The first layer reads [embedding, hidden].
             tensors = decoder_tensors(layers, width if index else 2 * width)
             specs.update({f"layers.{index}.{name}": spec for name, spec in tensors})
-        # vLLM passes biases over as well.
-        biases = {
-            name.removesuffix("weight") + "bias": TensorSpec(shape=spec.shape[:1], required=False)
-            for name, spec in specs.items()
-            if name.endswith(".weight")
-        }
-        return {**specs, **biases}
+        return {**specs, **bias_specs(specs)}
 
     # --- reading ------------------------------------------------------------------------------------------------
 
     def passed_over(self, config: Mapping[str, Any], names: Iterable[str]) -> Sequence[str]:
         known = set(names)
         norm = "input_norm.weight"
-        return [*_biases(known), *([norm] if norm in known and not _flag(config, "norm_before_fc") else [])]
+        return [*biases(known), *([norm] if norm in known and not _flag(config, "norm_before_fc") else [])]
 
     def warm_start_problems(
         self, config: Mapping[str, Any], options: Any, verifier: VerifierFacts
@@ -174,12 +170,6 @@ def _num_taps(config: Mapping[str, Any]) -> int:
     return len(set(ids)) if ids else int(layers_of(config).get("num_aux_hidden_states") or 3)
 
 
-def _biases(names: Iterable[str]) -> list[str]:
-    """Those of *names* that stand beside a weight of the network: vLLM knows them, and loads them into nothing."""
-    known = set(names)
-    return sorted(name for name in known if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in known)
-
-
 # --- lint -------------------------------------------------------------------------------------------------------
 
 
@@ -197,13 +187,7 @@ def _lint_flags(config: Mapping[str, Any], present: Mapping[str, TensorSpec]) ->
             "norm_before_fc",
             "write true, if the draft was trained with it",
         )
-    biases = _biases(present)
-    if biases:
-        yield error(
-            f"{len(biases)} biases are there, such as {biases[0]}: vLLM passes them over, and drafts without",
-            "model.safetensors",
-            "train without biases: the layers of this format have none",
-        )
+    yield from lint_biases(biases(present))
     if _flag(config, "norm_before_fc") and _flag(config, "fc_norm"):
         yield error("norm_before_fc and fc_norm exclude each other; vLLM would apply both", "fc_norm")
 
