@@ -144,10 +144,14 @@ def test_what_an_algorithm_may_know_of_the_rows(make_run: Any) -> None:
     facts = data.facts(tokens_per_row=10_000)
     assert facts.token_ids == {token for row in rows for token in row.token_ids.tolist()}
     assert facts.longest_row == max(row.token_ids.shape[0] for row in rows)
-    runs = ["".join("#" if each else "." for each in row.loss_mask.tolist()).split(".") for row in rows]
-    assert facts.longest_answer == max(len(each) for row in runs for each in row) > 0
-    cut = data.facts(tokens_per_row=3)
-    assert (cut.longest_row, cut.longest_answer) == (3, 3)
+    masks = ["".join("#" if each else "." for each in row.loss_mask.tolist()) for row in rows]
+    assert facts.longest_answer == max(len(each) for mask in masks for each in mask.split(".")) > 0
+    prompt = min(mask.index("#") for mask in masks)
+    for cut, answer in ((3, 0), (prompt, 0), (prompt + 1, 1), (prompt + 2, 2), (facts.longest_row - 1, None)):
+        seen = data.facts(tokens_per_row=cut)
+        expected = max(len(each) for mask in masks for each in mask[:cut].split("."))
+        assert (seen.longest_row, seen.longest_answer) == (cut, expected)
+        assert answer in (None, expected)
 
 
 def test_too_large_a_draft_vocabulary(make_run: Any) -> None:

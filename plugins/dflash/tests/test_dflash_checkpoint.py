@@ -236,6 +236,8 @@ def test_a_block_larger_than_any_answer_is_refused(material: Material, layout: A
     assert problem.where == "algorithm.options.block_size"
     assert problem.hint is not None
     assert f"at most {size - 2}" in problem.hint
+    (problem,) = check_data(options, material.facts, facts_of(longest_answer=1), layout)
+    assert str(problem.hint).startswith("prepare longer answers")  # no block is as small as that
 
 
 # --- writing ----------------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ def test_a_confidence_head_that_reads_an_embedding_needs_a_rank(material: Materi
 def test_the_checks_of_all_blocks_are_made(material: Material) -> None:
     assert check(DSparkOptions(layer_ids=(4, 2)), material.facts)
     assert check(DSparkOptions(mask_token_id=10**6), material.facts)
+    assert check(DSparkOptions(layer_ids=(2, 99)), material.facts)
     # vLLM goes by the layers' types here: what it cannot serve of DFlash, it can of DSpark
     mixed = DSparkOptions(sliding_window=9, full_attention_indices=(0,), sliding_window_non_causal=False)
     assert not check(mixed, material.facts)
@@ -87,13 +88,27 @@ def test_blocks_longer_than_any_answer_are_refused(material: Material, layout: A
     assert "block_size" in str(problem.where)
 
 
+def test_a_mask_token_that_occurs_in_the_data_is_refused(material: Material) -> None:
+    data = DataFacts(token_ids=frozenset({5, 6}), longest_row=100, longest_answer=50)
+    (problem,) = check_data(DSparkOptions(mask_token_id=6), material.facts, data)
+    assert "the mask token 6 occurs in the prepared data" in problem.what
+
+
 def test_tokens_are_those_of_the_predicting_rows() -> None:
     assert max_speculative_tokens(DSparkOptions(block_size=7)) == 7
     assert max_speculative_tokens(DSparkOptions(block_size=7, layout="bonus_anchor")) == 6
 
 
 @pytest.mark.parametrize(
-    "values", [{"layout": "sideways"}, {"markov_head": "lstm"}, {"markov_rank": -1}, {"gamma": 0.0}, {"block_size": 1}]
+    "values",
+    [
+        {"layout": "sideways"},
+        {"markov_head": "lstm"},
+        {"markov_rank": -1},
+        {"gamma": 0.0},
+        {"block_size": 1},
+        {"sliding_window": 0},
+    ],
 )
 def test_values_out_of_range_are_refused_at_once(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):

@@ -124,6 +124,21 @@ class RowTable(Sequence[PreparedRow]):
         """Supervised tokens of each row."""
         return self._column("supervised")
 
+    def longest_answer(self, cut: int) -> int:
+        """The most supervised tokens that follow one another in a row, of which the first *cut* tokens are kept."""
+        longest = 0
+        for batch in self._table.iter(batch_size=1000):
+            masks = batch["loss_mask"].combine_chunks()
+            lengths = np.diff(masks.offsets.to_numpy())
+            row = np.repeat(np.arange(len(lengths)), lengths)
+            place = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            # All rows in one line, each after a gap, which ends what is supervised at the end of the row before.
+            line = np.zeros(len(row) + len(lengths) + 1, dtype=np.int8)
+            line[np.arange(len(row)) + row + 1] = masks.flatten().to_numpy(zero_copy_only=False) & (place < cut)
+            edges = np.flatnonzero(np.diff(line))
+            longest = max(longest, int((edges[1::2] - edges[::2]).max(initial=0)))
+        return longest
+
 
 @frozen(kw_only=True)
 class PreparedData:
@@ -140,12 +155,12 @@ class PreparedData:
 
     def facts(self, tokens_per_row: int) -> DataFacts:
         """What the rows are like, where training cuts them at *tokens_per_row*."""
-        longest = min(self.summary["longest"], tokens_per_row)
-        return DataFacts(
-            token_ids=load_occurring(self.folder / VOCABULARY),
-            longest_row=longest,
-            longest_answer=min(self.summary["longest_answer"], longest),
-        )
+        longest, answer = self.summary["longest"], self.summary["longest_answer"]
+        if longest > tokens_per_row:  # the cut may go through the longest answer, or leave nothing of it
+            longest = tokens_per_row
+            answer = max(table.longest_answer(tokens_per_row) for table in (self.train, self.validation))
+        token_ids = load_occurring(self.folder / VOCABULARY)
+        return DataFacts(token_ids=token_ids, longest_row=longest, longest_answer=answer)
 
 
 def open_prepared(folder: Path) -> PreparedData:

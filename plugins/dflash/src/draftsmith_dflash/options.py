@@ -355,12 +355,14 @@ def check_data(
     problems = []
     needed = max_speculative_tokens(options, layout) + 1
     if data.longest_answer < needed:
+        longer = "prepare longer answers, or cut them later (train.tokens_per_row)"
+        fits = options.block_size - needed + data.longest_answer
         problems.append(
             Problem(
                 f"a block of {options.block_size} needs {needed} tokens that the verifier wrote one after the other, "
                 f"and no answer has more than {data.longest_answer}: its last rows would never be trained",
                 where="algorithm.options.block_size",
-                hint=f"choose at most {options.block_size - needed + data.longest_answer}, or prepare longer answers",
+                hint=longer if fits < 2 else f"choose at most {fits}, or {longer}",
             )
         )
     token = mask_token(options, verifier)
