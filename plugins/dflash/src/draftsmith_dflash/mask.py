@@ -36,33 +36,28 @@ def block_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "fl
     Raises:
         ConfigError: a form that only the built-in rule has, with another rule.
     """
-    if type(rule) is Anchored:
-        chosen: Literal["linear", "dense", "flex"] = "linear" if form == "auto" else form
+    if type(rule) is not Anchored:
+        refuse_other_forms(rule, form, "anchored")
+    chosen: Literal["linear", "dense", "flex"] = "linear" if form == "auto" else form
 
-        def attend(
-            query: Tensor,
-            context_key: Tensor,
-            context_value: Tensor,
-            block_key: Tensor,
-            block_value: Tensor,
-            blocks: AnchoredBlocks,
-            layer: LayerAttention,
-        ) -> Tensor:
-            return anchored_attention(
-                query,
-                context_key,
-                context_value,
-                block_key,
-                block_value,
-                blocks,
-                window=layer.window,
-                causal=layer.causal,
-                form=chosen,
-            )
+    def attend(
+        query: Tensor,
+        context_key: Tensor,
+        context_value: Tensor,
+        block_key: Tensor,
+        block_value: Tensor,
+        blocks: AnchoredBlocks,
+        layer: LayerAttention,
+    ) -> Tensor:
+        if type(rule) is Anchored:
+            parts = (context_key, context_value, block_key, block_value)
+            return anchored_attention(query, *parts, blocks, window=layer.window, causal=layer.causal, form=chosen)
+        slots = blocks.slots(query.device)
+        keys = concatenate_slots([blocks.context_slots(context_key.shape[0], query.device), slots])
+        key, value = torch.cat([context_key, block_key]), torch.cat([context_value, block_value])
+        return masked_attention(query, key, value, type(rule)(layer.window), slots, keys)
 
-        return attend
-    refuse_other_forms(rule, form, "anchored")
-    return _dense(type(rule))
+    return attend
 
 
 def check_context(rule: MaskRule) -> None:
@@ -101,21 +96,3 @@ def check_causality(rule: MaskRule, layers: Sequence[LayerAttention]) -> None:
                 )
             ]
         )
-
-
-def _dense(rule: type[MaskRule]) -> Attend:
-    def attend(
-        query: Tensor,
-        context_key: Tensor,
-        context_value: Tensor,
-        block_key: Tensor,
-        block_value: Tensor,
-        blocks: AnchoredBlocks,
-        layer: LayerAttention,
-    ) -> Tensor:
-        slots = blocks.slots(query.device)
-        keys = concatenate_slots([blocks.context_slots(context_key.shape[0], query.device), slots])
-        key, value = torch.cat([context_key, block_key]), torch.cat([context_value, block_value])
-        return masked_attention(query, key, value, rule(layer.window), slots, keys)
-
-    return attend

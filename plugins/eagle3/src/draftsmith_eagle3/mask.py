@@ -30,25 +30,16 @@ def chain_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "fl
     Raises:
         ConfigError: a form that only the built-in rule has, with another rule.
     """
-    if type(rule) is Chained:
-        chosen: Literal["linear", "dense", "flex"] = "linear" if form == "auto" else form
+    if type(rule) is not Chained:
+        refuse_other_forms(rule, form, "chained")
+    chosen: Literal["linear", "dense", "flex"] = "linear" if form == "auto" else form
 
-        def attend(
-            query: Tensor, key: Tensor, value: Tensor, chain: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]
-        ) -> Tensor:
-            return chained_attention(
-                query, key, value, chain, document_lengths=lengths, window=rule.window, form=chosen
-            )
-
-        return attend
-    refuse_other_forms(rule, form, "chained")
-    return _dense(rule)
-
-
-def _dense(rule: MaskRule) -> Attend:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, chain: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]
     ) -> Tensor:
+        if type(rule) is Chained:
+            window = rule.window
+            return chained_attention(query, key, value, chain, document_lengths=lengths, window=window, form=chosen)
         rows = document_slots(lengths, query.shape[0], query.device)
         steps = [step_slots(rows, step) for step in range(len(chain) + 1)]
         keys = torch.cat([key, *(each for each, _ in chain)])
