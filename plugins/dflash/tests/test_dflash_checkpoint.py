@@ -267,6 +267,13 @@ def test_only_runner_v2_serves_layers_of_two_kinds(material: Material, full: tup
     assert (plan.method, plan.num_speculative_tokens, plan.needs_v2_runner) == ("dflash", 7, needed)
 
 
+@pytest.mark.parametrize(("layers", "noted"), [(1, False), (2, True)])
+def test_the_card_says_what_a_cpu_does_to_several_layers(material: Material, layers: int, noted: bool) -> None:
+    case = tiny_case(material, "dflash", options={"num_layers": layers})
+    plan = case.format.serving(case.format.config(context(case)))
+    assert any("On a CPU" in note for note in plan.notes) is noted
+
+
 def test_a_draft_of_another_width_brings_its_embedding_and_head(material: Material) -> None:
     shared = {"embed_tokens.weight", "lm_head.weight"}
     for draft_size, mapping in ((None, set()), (64, {"d2t", "t2d"})):

@@ -196,3 +196,23 @@ def test_attention_biases_are_loaded_where_the_config_has_them(
     assert all((without[name] == -1).all() for name in biases)  # vLLM does not miss them
     assert {name for name, spec in expected.items() if spec.required and name.endswith("bias")} == ATTENTION.keys()
     assert all(expected[name].shape == (size,) for name, size in ATTENTION.items())
+
+
+@pytest.mark.xfail(
+    not torch.cuda.is_available(),
+    strict=True,
+    reason="vLLM 0.32's CPU kernel takes the first layer's weight for every layer",
+)
+def test_context_keys_are_normalised_with_their_own_layers_weight() -> None:
+    """When this passes on a CPU, ``CPU_NOTE`` of :mod:`draftsmith_dflash.checkpoint` can go."""
+    import vllm.platforms
+    from vllm import _custom_ops
+
+    vllm.platforms.current_platform.import_kernels()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    keys = torch.randn(2, 5, 3, 64, generator=torch.Generator().manual_seed(0)).to(device)  # layer, token, head, dim
+    weights, normed = torch.tensor([[1.0], [2.0]], device=device).repeat(1, 64), torch.empty_like(keys)
+    _custom_ops.rms_norm(normed, keys, weights, 1e-6)
+    expected = torch.nn.functional.rms_norm(keys, (64,), eps=1e-6) * weights[:, None, None]
+    torch.testing.assert_close(normed[0], expected[0])
+    torch.testing.assert_close(normed[1], expected[1])

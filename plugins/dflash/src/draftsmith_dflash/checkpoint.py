@@ -49,6 +49,13 @@ _BIAS = "attention_bias"
 _BIASES = "its attention has biases, which vLLM serves, and which are neither trained nor simulated here"
 
 
+#: Of drafts of several layers; vLLM 0.32.
+CPU_NOTE = (
+    "On a CPU, vLLM normalises the context's keys of every layer with the first layer's weights, so that figures "
+    "measured there differ a little from those of a GPU and of the simulator."
+)
+
+
 class BlockCheckpoint(SpeculatorsFormat):
     """What checkpoints of all algorithms with anchored blocks share: the network, its taps, its layers' attention."""
 
@@ -158,6 +165,12 @@ class BlockCheckpoint(SpeculatorsFormat):
         """Rows of a block that predict, by the config; None where it does not say."""
         size = config.get("block_size")
         return None if size is None else int(size) - (0 if config.get("sample_from_anchor") else 1)
+
+    def serving(self, config: Mapping[str, Any]) -> ServingPlan:
+        """Notes what a CPU does to drafts of several layers: vLLM normalises the context's keys of all layers in one
+        call (``qwen3_dflash.py``, ``_normalize_context_k``), and its CPU kernel takes the first layer's weight."""
+        plan = super().serving(config)
+        return evolve(plan, notes=(CPU_NOTE,)) if _layer_config(config).num_layers > 1 else plan
 
 
 class DFlashCheckpoint(BlockCheckpoint):

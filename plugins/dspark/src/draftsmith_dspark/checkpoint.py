@@ -115,7 +115,8 @@ class DSparkCheckpoint(BlockCheckpoint):
     def serving(self, config: Mapping[str, Any]) -> ServingPlan:
         """Model runner V2 only, and only the vanilla Markov head."""
         plan, reason = super().serving(config), _why_unservable(config)
-        return evolve(plan, needs_v2_runner=True, unservable=reason, notes=() if reason else tuple(_notes(config)))
+        notes = () if reason else (*plan.notes, *_notes(config))
+        return evolve(plan, needs_v2_runner=True, unservable=reason, notes=notes)
 
     # --- beginning from another checkpoint ----------------------------------------------------------------------
 
