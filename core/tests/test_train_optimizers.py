@@ -10,6 +10,7 @@ from torch import nn
 
 from draftsmith.config.schema import TrainConfig
 from draftsmith.errors import CheckpointError
+from draftsmith.interfaces import DraftArchitecture
 from draftsmith.train.optimizers import build_optimizers, muon_names
 from draftsmith.train.schedule import rate_factor, warmup_steps
 
@@ -65,6 +66,22 @@ def test_warmup_never_takes_the_whole_run(total, share, expected):
 
 def test_muon_takes_hidden_matrices_alone():
     assert muon_names(Network(), {100}) == {"inner.weight"}
+
+
+class Draft(Network, DraftArchitecture):
+    """Says which of its matrices has a row for every token."""
+
+    def shared_tensors(self):
+        return {}
+
+    def vocabulary_tensors(self):
+        return {"head.weight"}
+
+
+@pytest.mark.parametrize("size", [8, 12, 100])
+def test_a_matrix_that_is_as_long_as_a_vocabulary_by_chance_is_muons(size):
+    assert muon_names(Draft(), {size}) == {"inner.weight"}
+    assert ("inner.weight" in muon_names(Network(), {size})) == (size == 100)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

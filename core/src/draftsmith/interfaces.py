@@ -9,7 +9,7 @@ Torch is imported for annotations only, so this module can be read by tools with
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -299,6 +299,14 @@ class DraftArchitecture(ABC):
     def shared_tensors(self) -> Mapping[str, Tensor]:
         """State-dict names of the tensors copied from the verifier and frozen: not trained, not in training
         checkpoints; compared bit by bit with the verifier's in tests."""
+
+    def vocabulary_tensors(self) -> Collection[str] | None:
+        """State-dict names of the matrices with a row for every token: embeddings, heads, low-rank tables of tokens.
+
+        Muon leaves them to AdamW. None: every matrix with a side as long as a vocabulary is taken for one, another
+        one of that size, such as a feed-forward's, among them.
+        """
+        return None
 
 
 class DraftAlgorithm(ABC):

@@ -171,6 +171,18 @@ def test_the_objective_is_the_papers(case: AlgorithmCase) -> None:
     assert ratio["confidence_bias"] == pytest.approx(float((p - acceptance).mean()), abs=1e-5)
 
 
+def test_muon_takes_the_network_and_not_what_has_a_row_for_every_token(material: Material) -> None:
+    """Also where the draft's vocabulary is as large as the network's own sizes."""
+    from draftsmith.train.optimizers import muon_names
+
+    options = {"num_layers": 1, "markov_rank": 8, "hidden_size": 96, "intermediate_size": 64}
+    case = tiny_case(material, "dspark", options=options, draft_size=64)
+    taken = muon_names(case.algorithm.build_model(), {64, case.algorithm.setup.verifier.vocab_size})
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in taken} == {
+        *("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+
+
 def test_the_default_loss_has_the_papers_weights(case: AlgorithmCase) -> None:
     """0.9 times the L1 distance is 1.8 times the total variation."""
     assert case.registered.loss == "sum"

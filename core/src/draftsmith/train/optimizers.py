@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from draftsmith.config.schema import TrainConfig
 from draftsmith.errors import CheckpointError
+from draftsmith.interfaces import DraftArchitecture
 
 __all__ = ["Optimizers", "build_optimizers", "muon_names"]
 
@@ -83,10 +84,11 @@ def muon_names(model: nn.Module, vocabulary_sizes: Collection[int]) -> frozenset
 
     Muon orthogonalises the update of a map between hidden spaces. Vectors (norms, biases, maps to a single number),
     lookup tables and matrices with a vocabulary on one side (heads, embeddings, low-rank token tables) are no such
-    maps.
+    maps. Which ones have a vocabulary, the architecture says, or else their shape.
     """
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    sizes = set(vocabulary_sizes)
+    by_token = model.vocabulary_tensors() if isinstance(model, DraftArchitecture) else None
+    sizes = set(vocabulary_sizes) if by_token is None else set()
     return frozenset(
         name
         for name, parameter in model.named_parameters()
@@ -94,6 +96,7 @@ def muon_names(model: nn.Module, vocabulary_sizes: Collection[int]) -> frozenset
         and parameter.dim() == 2
         and 1 not in parameter.shape
         and id(parameter) not in tables
+        and name not in (by_token or ())
         and not sizes.intersection(parameter.shape)
     )
 

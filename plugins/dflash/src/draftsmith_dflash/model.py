@@ -10,7 +10,7 @@ draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,9 @@ class DFlashDraft(nn.Module, DraftArchitecture):
         if not self.is_shared:
             return {}
         return {"embed_tokens.weight": self.embed_tokens.weight, "lm_head.weight": self.lm_head.weight}
+
+    def vocabulary_tensors(self) -> Collection[str]:
+        return {"embed_tokens.weight", "lm_head.weight"}
 
     def context(self, taps: Tensor) -> Tensor:
         """Features [T, A * H_t] → what every layer projects to keys and values, [T, H]."""

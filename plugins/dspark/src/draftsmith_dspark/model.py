@@ -5,6 +5,8 @@ Shapes: N slots, H draft width, r rank, V_d draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from draftsmith.interfaces import AlgorithmSetup
 from draftsmith_dflash.model import DFlashDraft
 from draftsmith_dspark.heads import ConfidenceHead, markov_head
@@ -34,3 +36,6 @@ class DSparkDraft(DFlashDraft):
         for head in (self.markov_head, self.confidence_head):
             if head is not None:
                 head.initialise(options.initializer_range)
+
+    def vocabulary_tensors(self) -> Collection[str]:
+        return {*super().vocabulary_tensors(), "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}

@@ -9,7 +9,7 @@ Shapes: R rows, n chains alive, H width, A tapped layers of width H_t, V_t and V
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -80,6 +80,9 @@ class Eagle3Draft(nn.Module, DraftArchitecture):
     def shared_tensors(self) -> Mapping[str, Tensor]:
         """The verifier's embedding, and the rows of its head that the draft can propose."""
         return {"embed_tokens.weight": self.embed_tokens.weight, "lm_head.weight": self.lm_head.weight}
+
+    def vocabulary_tensors(self) -> Collection[str]:
+        return {"embed_tokens.weight", "lm_head.weight"}
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Features [R, A * H_t] → hidden [R, H]."""
