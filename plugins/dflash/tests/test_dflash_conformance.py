@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith.testing.algorithm import (
     AlgorithmCase,
@@ -19,7 +20,9 @@ from draftsmith.testing.algorithm import (
     PackingTests,
     ReplayTests,
     ValueTests,
+    long_material,
     make_material,
+    slot_logits,
     tiny_case,
 )
 from draftsmith.testing.verifiers import FAMILIES
@@ -80,6 +83,22 @@ def test_what_is_trained_is_what_is_served(
     checkpoints = CheckpointTests()
     checkpoints.test_saved_and_loaded_it_drafts_the_same(case, tmp_path, include_embedding=False)
     checkpoints.test_the_checkpoint_holds_what_it_must_and_nothing_else(case)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_of_2048_where_it_hides_something(material: Callable[[str], Material], causal: bool) -> None:
+    """The kit's documents are shorter. Anchors stand on both sides of the row that first has something hidden."""
+    long = long_material(material("qwen3"), 2070, 40)
+
+    def made(window: int) -> tuple[AlgorithmCase, torch.Tensor]:
+        options = {"num_layers": 2, "sliding_window": window, "sliding_window_non_causal": not causal}
+        case = tiny_case(long, "dflash", options=options)
+        batch = case.algorithm.make_batch(case.row, torch.Generator().manual_seed(0))
+        return case, slot_logits(case.algorithm.forward(ReplayTests().draft(case), batch)).detach()
+
+    case, logits = made(2048)
+    ReplayTests().test_replay_matches_training(case)
+    assert (logits - made(2047)[1]).abs().amax() > 10 * ReplayTests.tolerance
 
 
 @pytest.mark.parametrize("kind", sorted(ATTENTION))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith.testing.algorithm import (
     AlgorithmCase,
@@ -21,7 +22,9 @@ from draftsmith.testing.algorithm import (
     PackingTests,
     ReplayTests,
     ValueTests,
+    long_material,
     make_material,
+    slot_logits,
     tiny_case,
 )
 from draftsmith.testing.verifiers import FAMILIES
@@ -90,6 +93,26 @@ def test_every_layout_head_and_attention(
     packing.test_packing_changes_nothing(case)
     checkpoints.test_saved_and_loaded_it_drafts_the_same(case, tmp_path, include_embedding=False)
     checkpoints.test_the_checkpoint_holds_what_it_must_and_nothing_else(case)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_window_of_2048_where_it_hides_something(
+    material: Callable[[str], Material], layout: str, causal: bool
+) -> None:
+    """The kit's documents are shorter. Anchors stand on both sides of the row that first has something hidden."""
+    long = long_material(material("qwen3"), 2070, 40)
+
+    def made(window: int) -> tuple[AlgorithmCase, torch.Tensor]:
+        attention = {"sliding_window": window, "sliding_window_non_causal": not causal}
+        options = {"layout": layout, "num_layers": 2, "markov_rank": 8, **attention}
+        case = tiny_case(long, "dspark", options=options)
+        batch = case.algorithm.make_batch(case.row, torch.Generator().manual_seed(0))
+        return case, slot_logits(case.algorithm.forward(ReplayTests().draft(case), batch)).detach()
+
+    case, logits = made(2048)
+    ReplayTests().test_replay_matches_training(case)
+    assert (logits - made(2047)[1]).abs().amax() > 10 * ReplayTests.tolerance
 
 
 @pytest.mark.parametrize("attention", sorted(ATTENTION))

@@ -59,6 +59,7 @@ __all__ = [
     "PackingTests",
     "ReplayTests",
     "ValueTests",
+    "long_material",
     "make_material",
     "pack_documents",
     "slot_logits",
@@ -133,6 +134,21 @@ def make_material(
     return Material(
         folder=folder, facts=facts, weights=load_verifier_weights(facts), documents=documents, states=states
     )
+
+
+def long_material(material: Material, length: int, answer: int) -> Material:
+    """*material* with one document instead, of *length* tokens of which the last *answer* are supervised.
+
+    Tokens and states are drawn at random: for windows that are wider than the other documents are long.
+    """
+    generator = torch.Generator().manual_seed(0)
+    facts = material.facts
+    document = Document(
+        token_ids=torch.randint(0, facts.vocab_size - 8, (length,), generator=generator),
+        loss_mask=torch.arange(length) >= length - answer,
+    )
+    states = torch.randn(length, facts.num_layers + 1, facts.hidden_size, generator=generator)
+    return attrs.evolve(material, documents=(document,), states=(states,))
 
 
 def _documents(vocabulary: int, generator: torch.Generator) -> tuple[Document, ...]:
