@@ -120,7 +120,7 @@ CASES = {
     "another theta": (
         lambda c, t: layers(c)["rope_parameters"].update(rope_theta=5.0),
         "warning",
-        "rope_theta is 5.0",
+        "right only if the draft was trained so",
     ),
     "M-RoPE": (lambda c, t: layers(c)["rope_parameters"].update(mrope_section=[4, 2, 2]), "error", "M-RoPE"),
     "quantised": (lambda c, t: c.update(quantization_config={"bits": 4}), "error", "quantised verifier"),
@@ -155,6 +155,39 @@ def test_each_fault_is_found_and_explained(name, checkpoint_copy, registry):
     assert matching[0].severity == severity
     assert matching[0].where
     assert has_errors(findings) == any(finding.severity == "error" for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "change", "option"),
+    [
+        ("eagle3", lambda c: c.update(norm_output=not c["norm_output"]), "norm_output"),
+        ("eagle3", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 4, 5]), "layer_ids"),
+        ("dflash", lambda c: c.update(aux_hidden_state_layer_ids=[1, 3, 4, 5, 6]), "layer_ids"),
+        ("dflash", lambda c: c.update(mask_token_id=5), "mask_token_id"),
+        ("dflash", lambda c: layers(c).update(sliding_window=7), "sliding_window"),
+        ("dflash", lambda c: layers(c).update(rms_norm_eps=0.5), "layer_overrides.rms_norm_eps"),
+        ("dspark", lambda c: c.update(mask_token_id=5), "mask_token_id"),
+        (
+            "dspark",
+            lambda c: layers(c)["rope_parameters"].update(factor=3.0),
+            "layer_overrides.rope_parameters.factor",
+        ),
+    ],
+)
+def test_what_was_changed_since_the_export_is_found(
+    algorithm, change, option, export_draft, tiny_verifier, tmp_path, registry
+):
+    """The changed draft fits its weights, and only what was noted at the export tells that it was not trained so."""
+    options = {} if algorithm == "eagle3" else {"sliding_window": 9}
+    made = export_draft(tmp_path / "draft", tiny_verifier, algorithm=algorithm, **options)
+    assert lint_checkpoint(made.folder, registry) == []
+    damage(made.folder, lambda config, _: change(config))
+    (finding,) = lint_checkpoint(made.folder, registry)
+    assert finding.severity == "error"
+    assert finding.what.startswith(f"{option} is ")
+    assert "draftsmith.trained_as" in finding.hint
+    damage(made.folder, lambda config, _: config["draftsmith"].pop("trained_as"))
+    assert lint_checkpoint(made.folder, registry) == []
 
 
 def test_target_ids_are_told_from_offsets_even_where_they_are_in_range(exported, checkpoint_copy, registry):

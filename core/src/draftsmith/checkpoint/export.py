@@ -13,9 +13,10 @@ import torch
 
 from draftsmith import __version__
 from draftsmith.checkpoint.card import CARD, model_card
-from draftsmith.checkpoint.exported import CONFIG, OWN_KEY, WEIGHTS, open_format
+from draftsmith.checkpoint.exported import CONFIG, OWN_KEY, TRAINED_AS, WEIGHTS, open_format
 from draftsmith.checkpoint.lint import lint_checkpoint
 from draftsmith.checkpoint.training import load_final_weights, load_weights_into
+from draftsmith.config.structure import plain
 from draftsmith.data.dataset import open_prepared
 from draftsmith.errors import CheckpointError, NumericsError
 from draftsmith.interfaces import ExportContext
@@ -184,6 +185,8 @@ def write_export(
         DiskSpaceError, OutputError: it cannot be written.
     """
     config = {**format_.config(context), "dtype": str(EXPORT_DTYPE).removeprefix("torch."), OWN_KEY: dict(notes)}
+    # What the rest of the config comes to; lint finds what was changed since.
+    config[OWN_KEY][TRAINED_AS] = plain(format_.options(config))
     tensors = {name: _exported(name, tensor) for name, tensor in format_.tensors(model, context).items()}
     _check_complete(format_, config, tensors)
     write_tensors_atomically(folder / WEIGHTS, tensors)

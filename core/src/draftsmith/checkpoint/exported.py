@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CONFIG",
     "OWN_KEY",
+    "TRAINED_AS",
     "WEIGHTS",
     "StoredTensor",
     "algorithm_for",
@@ -46,6 +47,8 @@ __all__ = [
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 #: Top-level key of config.json for what vLLM does not ask for: how the draft was trained. vLLM ignores it.
 OWN_KEY = api.PROJECT_NAME
+#: Key below that one: the algorithm's options as the format read them from the config when it was exported.
+TRAINED_AS = "trained_as"
 
 _INTEGER_FORMATS = {"I64": "q", "I32": "i", "U8": "B", "BOOL": "?"}
 

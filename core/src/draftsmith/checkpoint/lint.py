@@ -18,6 +18,7 @@ from draftsmith.api import PROJECT_NAME, VerifierFacts
 from draftsmith.checkpoint.exported import (
     CONFIG,
     OWN_KEY,
+    TRAINED_AS,
     WEIGHTS,
     StoredTensor,
     open_format,
@@ -27,6 +28,8 @@ from draftsmith.checkpoint.exported import (
     schema_for,
     verifier_of,
 )
+from draftsmith.config.load import leaves
+from draftsmith.config.structure import plain
 from draftsmith.errors import CheckpointError, DraftsmithError, UnknownNameError, VerifierError
 from draftsmith.interfaces import CheckpointFormat, Finding, TensorSpec
 from draftsmith.serving.vllm_models import hands_out_hidden_states
@@ -282,11 +285,33 @@ def _check_format(
         if facts is not None and format_.capture(config, facts).layer_ids:
             yield from _check_taps(facts)
         yield from format_.lint(config, present, facts)
+        yield from _check_unchanged(config, format_)
         yield from _check_servable(config, format_)
     except CheckpointError as error:
         yield _from_error(error, f"{CONFIG}: {error.where or ''}".rstrip(": "))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         yield _error(f"the config is malformed: {type(error).__name__} {error}", CONFIG, "export again")
+
+
+def _check_unchanged(config: Mapping[str, Any], format_: CheckpointFormat) -> Iterator[Finding]:
+    """What the config says otherwise than when it was exported: no loader can tell, the weights fit as well."""
+    own = config.get(OWN_KEY)
+    noted = own.get(TRAINED_AS) if isinstance(own, Mapping) else None
+    if not isinstance(noted, Mapping):
+        return  # of another project
+    try:
+        now = dict(leaves(plain(format_.options(config))))
+    except CheckpointError:
+        return  # what cannot be read has been reported
+    was = dict(leaves(noted))
+    for key in sorted(now.keys() | was.keys()):
+        if now.get(key) != was.get(key):
+            yield _error(
+                f"{key} is {now.get(key)!r} by the config, and was {was.get(key)!r} when the draft was exported: "
+                "vLLM would serve what was not trained",
+                CONFIG,
+                f"write back what it was; if the change is meant, change {OWN_KEY}.{TRAINED_AS} as well",
+            )
 
 
 def _check_servable(config: Mapping[str, Any], format_: CheckpointFormat) -> Iterator[Finding]:
