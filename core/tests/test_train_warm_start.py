@@ -201,7 +201,6 @@ def test_a_malformed_config_names_the_file(warm, monkeypatch):
 @pytest.mark.parametrize(
     ("d2t", "message"),
     [
-        (None, r"320 tokens, 192 of them not in this run's 128.*\n.*set vocabulary.draft_size to 320"),
         (torch.zeros(128, dtype=torch.int64), r"128 tokens, \d+ of them not in.*\n.*prepare what the checkpoint"),
         (torch.full((128,), 900), "outside the verifier's"),
     ],
@@ -209,11 +208,25 @@ def test_a_malformed_config_names_the_file(warm, monkeypatch):
 def test_another_vocabulary_is_refused(warm, d2t, message):
     def change(folder):
         tensors = load_file(folder / "model.safetensors")
-        del tensors["d2t"]
-        save_file(tensors if d2t is None else {**tensors, "d2t": d2t}, folder / "model.safetensors")
+        save_file({**tensors, "d2t": d2t}, folder / "model.safetensors")
 
     with pytest.raises(CheckpointError, match=message):
         prepare_training(warm(change))
+
+
+@pytest.mark.parametrize(("draft_size", "theirs"), [("64", 128), ("null", 128), ("128", 320)])
+def test_a_vocabulary_of_another_size_is_refused_before_anything_starts(warm, draft_size, theirs):
+    def full(folder):
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["d2t"]
+        save_file(tensors, folder / "model.safetensors")
+
+    change = full if theirs == 320 else lambda folder: None
+    with pytest.raises(ConfigError, match=f"has {theirs} tokens, this run's") as caught:
+        warm(change, f"vocabulary.draft_size={draft_size}")
+    (problem,) = caught.value.problems
+    assert "train.warm_start" in problem.where
+    assert problem.hint == f"set vocabulary.draft_size to {theirs}"
 
 
 def test_a_vocabulary_in_another_order_is_refused(warm):

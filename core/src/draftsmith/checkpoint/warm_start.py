@@ -1,7 +1,8 @@
 """Training that begins from an exported checkpoint (``train.warm_start``) instead of fresh weights.
 
 The checkpoint's schema says whether its network is the run's; what holds for every schema is compared here: the type,
-the layers that are tapped, the draft's vocabulary. Everything but the vocabulary is known before torch is imported.
+the layers that are tapped, the draft's vocabulary. Which tokens that has is known once the data are prepared;
+all else, how many it has among it, before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from draftsmith.interfaces import CheckpointFormat, VocabularyMap
 
-__all__ = ["begin_from", "checkpoint_digest", "warm_start_problems"]
+__all__ = ["begin_from", "checkpoint_digest", "vocabulary_problems", "warm_start_problems"]
 
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 
@@ -69,6 +70,21 @@ def _compare(
             where=str(folder / CONFIG),
             hint=f"set algorithm.options.layer_ids: {list(tapped)}",
         )
+
+
+def vocabulary_problems(folder: Path, draft_size: int | None, verifier: api.VerifierFacts) -> list[Problem]:
+    """Why a draft of *draft_size* tokens (None: all) cannot begin from the checkpoint in *folder*. Torch-free.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    stored = read_header(folder).get("d2t")
+    theirs = verifier.vocab_size if stored is None else stored.spec.shape[0]
+    ours = draft_size or verifier.vocab_size
+    if theirs == ours:
+        return []
+    what = f"its draft vocabulary has {theirs} tokens, this run's {ours}"
+    return [Problem(what, hint=f"set vocabulary.draft_size to {theirs}")]
 
 
 def begin_from(

@@ -371,11 +371,12 @@ class _Resolver:
             return
         if not set(self.stages) & set(STAGES[: STAGES.index("train") + 1]):
             return  # what training began from need not be there any more
-        from draftsmith.checkpoint.warm_start import warm_start_problems
+        from draftsmith.checkpoint.warm_start import vocabulary_problems, warm_start_problems
 
         folder = Path(self.recipe.train.warm_start).expanduser()
         try:
             found = warm_start_problems(folder, schema, options, verifier, requirements)
+            found += vocabulary_problems(folder, self.recipe.vocabulary.draft_size, verifier)
         except DraftsmithError as error:
             self.record(error, key)
             return
