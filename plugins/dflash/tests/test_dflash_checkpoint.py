@@ -372,6 +372,16 @@ def test_training_begins_from_the_same_network_only(
     assert (not problems) if message is None else any(message in each.what for each in problems)
 
 
+@pytest.mark.parametrize("ours", [{}, {"layer_ids": (2, 3, 4, 5, 6)}])
+def test_causality_of_layers_that_slide_is_no_matter_where_none_does(
+    case: AlgorithmCase, ours: dict[str, Any]
+) -> None:
+    """As another project writes it by default: layers that see everything are trained to see their whole block."""
+    config = {**case.format.config(context(case)), "sliding_window_non_causal": False}
+    verifier = case.algorithm.setup.verifier
+    assert not case.format.warm_start_problems(config, DFlashOptions(), verifier)
+
+
 def test_training_does_not_begin_from_blocks_whose_anchor_predicts(case: AlgorithmCase) -> None:
     config = {**case.format.config(context(case)), "sample_from_anchor": True}
     (problem,) = case.format.warm_start_problems(config, DFlashOptions(), case.algorithm.setup.verifier)
@@ -413,6 +423,7 @@ LAYERS = "transformer_layer_config"
         (_set(LAYERS, "model_type", value="llama"), "error", "qwen3's layers"),
         (_set(LAYERS, "layer_types", value=["sliding_attention"] * 5), "error", "without a window"),
         (_set(LAYERS, "max_position_embeddings", value=128), "warning", "longest position"),
+        (_set(LAYERS, "rms_norm_eps", value=None), "error", "rms_norm_eps is missing; vLLM has no default"),
     ],
 )
 def test_lint(case: AlgorithmCase, change: Callable[[Config], None], severity: str, message: str) -> None:

@@ -12,6 +12,7 @@ from vllm_loader import Change, Loader, fused, midlayer, one, open_loader, prefi
 
 from draftsmith.interfaces import ExportContext
 from draftsmith.testing.algorithm import Material, make_material, tiny_case
+from draftsmith_dflash.checkpoint import READ_PLAINLY
 from draftsmith_dflash.options import layer_attention
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -58,6 +59,27 @@ def test_vllm_reads_what_was_trained(material: Material, options: dict[str, Any]
         slides = draft.layer_types[index] == "sliding_attention"
         assert (draft.sliding_window if slides else None) == layer.window
         assert _dflash_layer_causal(draft, index) is layer.causal
+
+
+def test_vllm_fails_without_what_the_linter_misses(material: Material) -> None:
+    """Its class reads these keys as they are, and what is not written is not there."""
+    import inspect
+
+    from vllm.model_executor.models import qwen3_dflash
+    from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+    case = tiny_case(material, "dflash")
+    setup = case.algorithm.setup
+    context = ExportContext(setup=setup, verifier_name="some/verifier", speculative_tokens=case.num_steps)
+    config = case.format.config(context)
+    source = inspect.getsource(qwen3_dflash)
+    for key in READ_PLAINLY:
+        broken = copy.deepcopy(config)
+        del broken["transformer_layer_config"][key]
+        assert not hasattr(SpeculatorsConfig(**SpeculatorsConfig.extract_transformers_pre_trained_config(broken)), key)
+        assert f"config.{key}," in source
+        findings = case.format.lint({**config, **broken}, {}, None)
+        assert any(each.severity == "error" and key in each.what for each in findings)
 
 
 @pytest.mark.parametrize("causal", [False, True])

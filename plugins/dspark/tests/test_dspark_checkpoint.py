@@ -197,6 +197,8 @@ def _tokens(count: int) -> Callable[[Config], None]:
         ({}, _tokens(5), "error", "4 rows that predict, and 5 tokens"),
         ({"layout": "bonus_anchor"}, _tokens(4), "error", "3 rows that predict, and 4 tokens"),
         ({}, _tokens(2), "warning", "rows see how many there are"),
+        # No layer slides here, so that all see their whole block, whatever sliding ones would see.
+        ({"sliding_window_non_causal": False}, _tokens(2), "warning", "rows see how many there are"),
         ({}, _set("markov_rank", value=None), "error", "rank of the Markov head is missing"),
         ({}, _set("markov_rank", value=0), "error", "which has none"),
         ({}, _set("enable_confidence_head", value=False), "warning", "passes it over"),
@@ -211,6 +213,7 @@ def _tokens(count: int) -> Callable[[Config], None]:
             "earlier rows only",
         ),
         ({}, _set(LAYERS, "is_causal", value=True), "error", "served causally"),
+        ({}, _set(LAYERS, "dflash_config", value={"use_swa": True, "causal": True}), "error", "takes causal, use_swa"),
     ],
 )
 def test_lint(
@@ -429,6 +432,25 @@ def test_another_markov_head_is_refused(material: Material, case: AlgorithmCase,
         "the draft is another network: markov_head is gated, the other's vanilla",
         "the draft is another network: markov_rank is 8, the other's 6",
     ]
+
+
+def test_a_confidence_head_of_other_inputs_is_refused(case: AlgorithmCase, tmp_path: Path) -> None:
+    folder = store(tmp_path, case, case.algorithm.build_model())
+    other = DSparkOptions(**{**SMALL, "confidence_with_markov": False})
+    schema = load_plugins().schemas.get("dspark")
+    setup = case.algorithm.setup
+    (problem,) = warm_start_problems(folder, schema, other, setup.verifier, setup.capture)
+    assert "confidence_with_markov is False, the other's True" in problem.what
+    without = DSparkOptions(**{**SMALL, "confidence_with_markov": False, "confidence": False})
+    assert warm_start_problems(folder, schema, without, setup.verifier, setup.capture) == []
+
+
+def test_a_draft_without_sliding_layers_begins_from_itself(material: Material, tmp_path: Path) -> None:
+    case = tiny_case(material, "dspark", options={**SMALL, "sliding_window_non_causal": False}, draft_size=64)
+    folder = store(tmp_path, case, case.algorithm.build_model())
+    schema = load_plugins().schemas.get("dspark")
+    setup = case.algorithm.setup
+    assert warm_start_problems(folder, schema, setup.options, setup.verifier, setup.capture) == []
 
 
 def test_another_vocabulary_is_refused(

@@ -135,10 +135,9 @@ class BlockCheckpoint(SpeculatorsFormat):
         ours: BlockOptions = options
         different = layer_config(ours, verifier).differences(_layer_config(config))
         theirs = self.block_options(config)
-        pairs = {
-            "mask_token_id": (mask_token(ours, verifier), theirs["mask_token_id"]),
-            _NON_CAUSAL: (ours.sliding_window_non_causal, theirs[_NON_CAUSAL]),
-        }
+        pairs = {"mask_token_id": (mask_token(ours, verifier), theirs["mask_token_id"])}
+        if ours.sliding_window is not None:  # layers that see everything see their whole block, whatever it says
+            pairs[_NON_CAUSAL] = (ours.sliding_window_non_causal, theirs[_NON_CAUSAL])
         different += [f"{name} is {a}, the other's {b}" for name, (a, b) in pairs.items() if a != b]
         return other_network(different)
 
@@ -153,7 +152,8 @@ class BlockCheckpoint(SpeculatorsFormat):
             *lint_biases(self.passed_over(config, present)),
             *_lint_mask_token(config, verifier),
             *_lint_layer_type(config),
-            *_lint_block_size(config, self.predicting_rows(config)),
+            *_lint_read_plainly(config),
+            *_lint_block_size(config, self.predicting_rows(config), self.rows_see_each_other(config)),
         ]
         if "mask_hidden" in present:
             findings.append(error("mask_hidden is there: vLLM's loader refuses it", "mask_hidden", "remove it"))
@@ -171,6 +171,10 @@ class BlockCheckpoint(SpeculatorsFormat):
         call (``qwen3_dflash.py``, ``_normalize_context_k``), and its CPU kernel takes the first layer's weight."""
         plan = super().serving(config)
         return evolve(plan, notes=(CPU_NOTE,)) if _layer_config(config).num_layers > 1 else plan
+
+    def rows_see_each_other(self, config: Mapping[str, Any]) -> bool:
+        """Whether some layer's rows see later rows of their block, so that their number makes a difference."""
+        return non_causal(config)
 
 
 class DFlashCheckpoint(BlockCheckpoint):
@@ -306,7 +310,18 @@ def _lint_layer_type(config: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _lint_block_size(config: Mapping[str, Any], rows: int | None) -> Iterator[Finding]:
+#: Keys of the layers that vLLM's class reads without a default; sizes are checked with the format itself.
+READ_PLAINLY = ("hidden_act", "max_position_embeddings", "num_key_value_heads", "rms_norm_eps")
+
+
+def _lint_read_plainly(config: Mapping[str, Any]) -> Iterator[Finding]:
+    layers = layers_of(config)
+    for key in READ_PLAINLY:
+        if layers.get(key) is None:
+            yield error(f"{key} is missing; vLLM has no default for it, and fails", f"transformer_layer_config.{key}")
+
+
+def _lint_block_size(config: Mapping[str, Any], rows: int | None, see_each_other: bool) -> Iterator[Finding]:
     tokens = speculative_tokens(config)
     if rows is not None and tokens is not None and tokens > rows:
         yield error(
@@ -314,7 +329,7 @@ def _lint_block_size(config: Mapping[str, Any], rows: int | None) -> Iterator[Fi
             "speculators_config.proposal_methods[0].speculative_tokens",
             f"write {rows}",
         )
-    elif rows is not None and tokens is not None and tokens < rows and non_causal(config):
+    elif rows is not None and tokens is not None and tokens < rows and see_each_other:
         yield warning(
             f"{tokens} tokens are drafted from blocks trained with {rows}: rows see how many there are",
             "speculators_config.proposal_methods[0].speculative_tokens",

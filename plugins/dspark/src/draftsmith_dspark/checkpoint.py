@@ -112,6 +112,10 @@ class DSparkCheckpoint(BlockCheckpoint):
     def capture(self, config: Mapping[str, Any], verifier: VerifierFacts) -> CaptureRequirements:
         return super().capture(_translated(config), verifier)
 
+    def rows_see_each_other(self, config: Mapping[str, Any]) -> bool:
+        types = layers_of(config).get("layer_types") or ("full_attention",)
+        return not (_sliding_layers_are_causal(config) and all(each == "sliding_attention" for each in types))
+
     def serving(self, config: Mapping[str, Any]) -> ServingPlan:
         """Model runner V2 only, and only the vanilla Markov head."""
         plan, reason = super().serving(config), _why_unservable(config)
@@ -142,6 +146,10 @@ class DSparkCheckpoint(BlockCheckpoint):
                 "markov_rank": (ours.markov_rank, _rank(config)),
             }
             problems += other_network(f"{name} is {a}, the other's {b}" for name, (a, b) in pairs.items() if a != b)
+        if ours.confidence and config.get("enable_confidence_head"):
+            reads = ours.confidence_with_markov, bool(config.get("confidence_head_with_markov"))
+            if reads[0] != reads[1]:
+                problems += other_network([f"confidence_with_markov is {reads[0]}, the other's {reads[1]}"])
         return problems
 
     def warm_start(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Sequence[str]:
@@ -234,6 +242,13 @@ def _lint_layout(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _lint_causality(config: Mapping[str, Any]) -> Iterator[Finding]:
+    nested = layers_of(config).get("dflash_config")
+    if isinstance(nested, Mapping) and nested:
+        yield error(
+            f"vLLM takes {', '.join(sorted(nested))} from here, before what the draft was trained with",
+            "transformer_layer_config.dflash_config",
+            "remove it",
+        )
     where = "transformer_layer_config.is_causal"
     value = layers_of(config).get("is_causal")
     types = layers_of(config).get("layer_types") or ()
