@@ -183,6 +183,13 @@ def test_muon_takes_the_network_and_not_what_has_a_row_for_every_token(material:
     }
 
 
+def test_the_default_loss_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    from draftsmith.cli.plugins import print_one
+
+    print_one(load_plugins(), "dspark")
+    assert 'sum {"terms": {"ce": 0.1, "tv": 1.8}}' in capsys.readouterr().out
+
+
 def test_the_default_loss_has_the_papers_weights(case: AlgorithmCase) -> None:
     """0.9 times the L1 distance is 1.8 times the total variation."""
     assert case.registered.loss == "sum"

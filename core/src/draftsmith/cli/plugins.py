@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.cli import common
@@ -86,7 +87,8 @@ def _show_item(kind: str, item: Any, provider: Provider) -> None:
     print(f"    {item.summary}")
     for facet in ("architecture", "loss", "mask", "schema"):
         if kind == "algorithm":
-            print(f"    {facet + ':':<16}{getattr(item, facet)}")
+            given = f" {json.dumps(dict(item.loss_options))}" if facet == "loss" and item.loss_options else ""
+            print(f"    {facet + ':':<16}{getattr(item, facet)}{given}")
     if kind == "transport":
         kept = [
             each for each in ("persistent", "random_access", "concurrent_writers") if getattr(item.guarantees, each)

@@ -73,7 +73,9 @@ class BlockOptions:
     intermediate_size: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=_help("width of the feed-forward; null: the verifier's (3 × hidden for mixtures of experts)"),
+        metadata=_help(
+            "width of the feed-forward; null: the verifier's (3 × hidden for mixtures of experts and with hidden_size)"
+        ),
     )
     layer_ids: tuple[int, ...] | None = field(
         default=None, metadata=_help("tapped layers (vLLM's ids, ascending); null: five, evenly from 2 to n-2")
@@ -81,7 +83,7 @@ class BlockOptions:
     mask_token_id: int | None = field(
         default=None,
         validator=optional(ge(0)),
-        metadata=_help("token that stands for what is to be drafted; null: one that the tokenizer never produces"),
+        metadata=_help("token that stands for what is to be drafted; null: one without another use"),
     )
     sliding_window: int | None = field(
         default=None,
