@@ -76,7 +76,8 @@ def test_vllm_fails_without_what_the_linter_misses(material: Material) -> None:
     for key in READ_PLAINLY:
         broken = copy.deepcopy(config)
         del broken["transformer_layer_config"][key]
-        assert not hasattr(SpeculatorsConfig(**SpeculatorsConfig.extract_transformers_pre_trained_config(broken)), key)
+        with pytest.raises(AttributeError, match=key):
+            getattr(SpeculatorsConfig(**SpeculatorsConfig.extract_transformers_pre_trained_config(broken)), key)
         assert f"config.{key}," in source
         findings = case.format.lint({**config, **broken}, {}, None)
         assert any(each.severity == "error" and key in each.what for each in findings)
