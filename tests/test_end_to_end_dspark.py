@@ -23,7 +23,14 @@ BLOCK = {"block_size": 5, "num_layers": 2, "max_anchors": 64, "markov_rank": 16}
 KINDS = {
     "anchor_first": {},
     "bonus_anchor": {"layout": "bonus_anchor", "draft_size": 160},
-    "mixed": {"sliding_window": 12, "full_attention_indices": (1,), "sliding_window_non_causal": False},
+    "mixed": {
+        "sliding_window": 12,
+        "full_attention_indices": (1,),
+        "sliding_window_non_causal": False,
+        # Of another width than the verifier, with an embedding and a head of its own.
+        "hidden_size": 96,
+        "draft_size": 160,
+    },
     "bidirectional": {"sliding_window": 3, "full_attention_indices": (1,), "confidence": False},
 }
 #: Served as the model too, which differs from beside the verifier only in how vLLM finds the two.
