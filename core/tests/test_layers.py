@@ -84,6 +84,13 @@ def test_rotary_tables_are_those_of_transformers(rope: dict[str, Any]) -> None:
     torch.testing.assert_close(rotate(x, table), want[0].transpose(0, 1))
 
 
+def test_rotary_tables_do_not_depend_on_the_width() -> None:
+    """A draft may be of a width that its heads do not divide."""
+    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    odd, even = (RotaryEmbedding(config(hidden_size=width, rope_parameters=scaled)) for width in (33, 64))
+    assert torch.equal(odd.inverse_frequency, even.inverse_frequency)
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [

@@ -116,7 +116,8 @@ def _inverse_frequencies(config: LayerConfig) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     hf = LlamaConfig(
-        hidden_size=config.hidden_size,
+        # The tables depend on head_dim alone, and transformers refuses a width that the heads do not divide.
+        hidden_size=config.query_size,
         num_attention_heads=config.num_attention_heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_position_embeddings,
