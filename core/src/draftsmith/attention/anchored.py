@@ -23,23 +23,21 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from draftsmith.attention.forms import flex_masked_attention, masked_attention
-from draftsmith.attention.kernels import by_key_head, kernel_backward, kernel_forward, kernel_keys, kernel_view
+from draftsmith.attention.kernels import by_key_head
+from draftsmith.attention.tiles import TILE_ROWS, Tile, additive, device_kind, tiles_backward, tiles_forward
 from draftsmith.interfaces import Slots
 from draftsmith.masks.forms import block_slots, concatenate_slots, document_slots
 from draftsmith.masks.rules import Anchored, AnchoredCausal
 
 __all__ = ["AnchoredBlocks", "anchored_attention"]
 
-#: Query rows of a tile: blocks of one document that see its context up to the last of their anchors, each up to its
-#: own by a mask. Larger tiles hide more, smaller ones are more calls.
-TILE_ROWS = {"cpu": 320, "accelerator": 1024}
 #: Scores of the blocks among themselves that are computed at once.
 BLOCK_SCORES = {"cpu": 2**18, "accelerator": 2**25}
 
@@ -162,7 +160,7 @@ class _Linear(torch.autograd.Function):
         window: int | None,
         causal: bool,
     ) -> Tensor:
-        output, lse = _context_forward(query, context_key, context_value, blocks, window)
+        output, lse = tiles_forward(query, context_key, context_value, _tiles(blocks, window, query))
         _add_blocks(output, lse, query, block_key, block_value, blocks, window, causal)
         result = output.flatten(1, 2).to(query.dtype)
         ctx.plan = (blocks, window, causal)
@@ -178,26 +176,18 @@ class _Linear(torch.autograd.Function):
         grad_query, *grad_block = _blocks_backward(
             grad, query, block_key, block_value, output, lse, blocks, window, causal
         )
-        grad_context = _context_backward(
-            grad, query, context_key, context_value, output, lse, blocks, window, grad_query
-        )
+        tiles = _tiles(blocks, window, query)
+        grad_context = tiles_backward(grad, query, context_key, context_value, output, lse, tiles, grad_query)
         return grad_query, *grad_context, *grad_block, None, None, None
 
 
 # --- the context of the anchors
 
 
-class _Tile(NamedTuple):
-    """One kernel call: the query rows *slots*, of the blocks at *anchors*, on the context rows *context*."""
-
-    slots: slice
-    context: slice
-    anchors: tuple[int, ...]
-
-
-def _tiles(blocks: AnchoredBlocks, window: int | None, rows: int) -> Iterator[_Tile]:
-    """Cut the blocks of each document into tiles of at most *rows* query rows, or one block. Without context: none."""
-    size, most = blocks.block_size, max(1, rows // blocks.block_size)
+def _tiles(blocks: AnchoredBlocks, window: int | None, like: Tensor) -> Iterator[Tile]:
+    """The blocks of each document in tiles of so many query rows, or one block. Without context there is none."""
+    size = blocks.block_size
+    most = max(1, TILE_ROWS[device_kind(like)] // size)
     anchors = blocks.anchors
     for end, length in zip(accumulate(blocks.document_lengths), blocks.document_lengths, strict=True):
         low, high = bisect_left(anchors, end - length), bisect_left(anchors, end)
@@ -206,77 +196,21 @@ def _tiles(blocks: AnchoredBlocks, window: int | None, rows: int) -> Iterator[_T
             # A window hides what lies before the first slot's: the slots that follow stand later.
             first = end - length if window is None else max(end - length, anchors[start] - window + 1)
             if first < anchors[stop - 1]:
-                yield _Tile(slice(start * size, stop * size), slice(first, anchors[stop - 1]), anchors[start:stop])
+                context = slice(first, anchors[stop - 1])
+                mask = _mask(anchors[start:stop], context, size, window, like)
+                yield Tile(slice(start * size, stop * size), context, mask)
 
 
-def _mask(tile: _Tile, size: int, window: int | None, like: Tensor) -> Tensor:
-    """[Q, K] of the dtype of *like*: 0 where a query of the tile sees a key, else so low that nothing is left of it.
-
-    Not -inf: a query that sees nothing here, its anchor being the first row or its window past it, still has a finite
-    log-sum-exp, which its own block outweighs.
-    """
-    anchors = torch.tensor(tile.anchors, device=like.device)[:, None, None]  # [n, 1, 1]
-    keys = torch.arange(tile.context.start, tile.context.stop, device=like.device)
-    hidden = (keys >= anchors).expand(-1, size, -1)  # [n, B, K]
+def _mask(anchors: tuple[int, ...], context: slice, size: int, window: int | None, like: Tensor) -> Tensor:
+    """[Q, K]: which of the rows *context* the slots of the blocks at *anchors* see."""
+    ends = torch.tensor(anchors, device=like.device)[:, None, None]  # [n, 1, 1]
+    keys = torch.arange(context.start, context.stop, device=like.device)
+    hidden = (keys >= ends).expand(-1, size, -1)  # [n, B, K]
     if window is not None:
         # Rows of one document are as far apart as their positions.
         slot = torch.arange(size, device=like.device)[:, None]
-        hidden = hidden | (keys <= anchors + slot - window)
-    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-    return mask.masked_fill_(hidden, torch.finfo(like.dtype).min / 2).flatten(0, 1)
-
-
-def _context_forward(
-    query: Tensor, key: Tensor, value: Tensor, blocks: AnchoredBlocks, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Output [N * B, g, h/g, d] in float32 or wider, and log-sum-exp [N * B, g, h/g]: -inf where no context is."""
-    kv_heads = key.shape[1]
-    grouped = by_key_head(query, kv_heads)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    output = torch.zeros(grouped.shape, dtype=wide, device=query.device)
-    lse = torch.full(grouped.shape[:3], float("-inf"), dtype=wide, device=query.device)
-    for tile in _tiles(blocks, window, TILE_ROWS[_kind(query)]):
-        out, log_sum = kernel_forward(
-            kernel_view(query[tile.slots], kv_heads),
-            kernel_keys(key[tile.context]),
-            kernel_keys(value[tile.context]),
-            _mask(tile, blocks.block_size, window, query),
-        )
-        output[tile.slots] = out.permute(2, 0, 1, 3)
-        lse[tile.slots] = log_sum.permute(2, 0, 1)
-    return output, lse
-
-
-def _context_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    blocks: AnchoredBlocks,
-    window: int | None,
-    grad_query: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the context's keys and values; the queries' is added to *grad_query*."""
-    kv_heads = key.shape[1]
-    grad_by_head = by_key_head(grad_query, kv_heads)
-    # Tiles of one document add to the same rows: in float32, as one sum would be.
-    grad_key, grad_value = (torch.zeros(key.shape, dtype=lse.dtype, device=key.device) for _ in range(2))
-    for tile in _tiles(blocks, window, TILE_ROWS[_kind(query)]):
-        part, part_key, part_value = kernel_backward(
-            kernel_view(grad[tile.slots], kv_heads),
-            kernel_view(query[tile.slots], kv_heads),
-            kernel_keys(key[tile.context]),
-            kernel_keys(value[tile.context]),
-            kernel_view(output[tile.slots], kv_heads),
-            lse[tile.slots].permute(1, 2, 0),
-            _mask(tile, blocks.block_size, window, query),
-        )
-        grad_by_head[tile.slots] += part.permute(2, 0, 1, 3)
-        grad_key[tile.context] += part_key.transpose(0, 1)
-        grad_value[tile.context] += part_value.transpose(0, 1)
-    return grad_key.to(key.dtype), grad_value.to(value.dtype)
+        hidden = hidden | (keys <= ends + slot - window)
+    return additive(hidden, like).flatten(0, 1)
 
 
 # --- the slots of a block among themselves
@@ -340,7 +274,7 @@ def _add_blocks(
     """Merge the blocks' own slots into *output* and *lse* of the context, in place."""
     size, kv_heads = blocks.block_size, key.shape[1]
     hidden = _hidden_slots(size, window, causal, query.device)
-    for rows in _block_rows(blocks, query.shape[1], _kind(query)):
+    for rows in _block_rows(blocks, query.shape[1], device_kind(query)):
         scores = _block_scores(
             _block_queries(query[rows], kv_heads, size), _block_keys(key[rows], size), hidden, lse.dtype
         )
@@ -371,7 +305,7 @@ def _blocks_backward(
         torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query, key, value)
     )
     scale = 1.0 / math.sqrt(query.shape[-1])
-    for rows in _block_rows(blocks, query.shape[1], _kind(query)):
+    for rows in _block_rows(blocks, query.shape[1], device_kind(query)):
         delta = (grad[rows].to(lse.dtype) * output[rows]).sum(-1, keepdim=True)
         lse_rows, delta = (_block_queries(x, kv_heads, size) for x in (lse[rows].flatten(1)[..., None], delta))
         q, g = (_block_queries(each[rows], kv_heads, size) for each in (query, grad))
@@ -384,7 +318,3 @@ def _blocks_backward(
             product = torch.bmm(left.transpose(1, 2), right)  # [n * g, B, d]
             target[rows] = product.view(-1, kv_heads, size, product.shape[-1]).transpose(1, 2).flatten(0, 1)
     return grad_query, grad_key, grad_value
-
-
-def _kind(like: Tensor) -> str:
-    return "cpu" if like.device.type == "cpu" else "accelerator"
