@@ -40,6 +40,7 @@ PUBLIC_MODULES = (
     "draftsmith.layer_config",
     "draftsmith.layers",
     "draftsmith.losses",
+    "draftsmith.mask_token",
     "draftsmith.masks",
     "draftsmith.reference",
     "draftsmith.rows",

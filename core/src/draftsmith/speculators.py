@@ -35,6 +35,7 @@ __all__ = [
     "lint_biases",
     "lint_layer_ids",
     "lint_layers",
+    "lint_mask_token",
     "other_network",
     "shared_tensor_specs",
     "speculative_tokens",
@@ -432,6 +433,19 @@ def lint_layers(config: Mapping[str, Any], bias_keys: Sequence[str] = _BIAS_KEYS
             yield error("sliding layers without a window", f"{where}.sliding_window")
     elif layers.get("sliding_window") and layers.get("use_sliding_window"):
         yield warning("a window without layer_types is ignored by vLLM", f"{where}.layer_types")
+
+
+def lint_mask_token(token: int | None, config: Mapping[str, Any], verifier: VerifierFacts | None) -> Iterator[Finding]:
+    """The token that stands for what is to be drafted, in types that have one."""
+    where = "mask_token_id"
+    if token is None:
+        yield error("the mask token is missing; vLLM refuses the configuration", where)
+        return
+    size = layers_of(config).get("vocab_size")
+    if isinstance(size, int) and not 0 <= token < size:
+        yield error(f"{token} is outside the vocabulary of {size}: it has no embedding", where)
+    if verifier is not None and (token in verifier.eos_token_ids or token == verifier.bos_token_id):
+        yield warning(f"{token} begins or ends texts: the draft may take a word for a gap", where)
 
 
 def lint_against_verifier(

@@ -30,6 +30,7 @@ from draftsmith.speculators import (
     lint_biases,
     lint_layer_ids,
     lint_layers,
+    lint_mask_token,
     other_network,
     shared_tensor_specs,
     speculative_tokens,
@@ -150,7 +151,7 @@ class BlockCheckpoint(SpeculatorsFormat):
             *lint_layer_ids(required_layer_ids(config), _IDS, verifier),
             *lint_layers(config, bias_keys=()),
             *lint_biases(self.passed_over(config, present)),
-            *_lint_mask_token(config, verifier),
+            *lint_mask_token(_mask_token_id(config), config, verifier),
             *_lint_layer_type(config),
             *_lint_read_plainly(config),
             *_lint_block_size(config, self.predicting_rows(config), self.rows_see_each_other(config)),
@@ -284,19 +285,6 @@ def _mask_token_id(config: Mapping[str, Any]) -> int | None:
 
 
 # --- lint -------------------------------------------------------------------------------------------------------
-
-
-def _lint_mask_token(config: Mapping[str, Any], verifier: VerifierFacts | None) -> Iterator[Finding]:
-    where = "mask_token_id"
-    token = _mask_token_id(config)
-    if token is None:
-        yield error("the mask token is missing; vLLM refuses the configuration", where)
-        return
-    size = layers_of(config).get("vocab_size")
-    if isinstance(size, int) and not 0 <= token < size:
-        yield error(f"{token} is outside the vocabulary of {size}: it has no embedding", where)
-    if verifier is not None and (token in verifier.eos_token_ids or token == verifier.bos_token_id):
-        yield warning(f"{token} begins or ends texts: the draft may take a word for a gap", where)
 
 
 def _lint_layer_type(config: Mapping[str, Any]) -> Iterator[Finding]:

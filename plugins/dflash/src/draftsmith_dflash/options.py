@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, in_, le, optional
 
 from draftsmith.api import CaptureRequirements, DataFacts, Problem, VerifierFacts
-from draftsmith.errors import ConfigError
 from draftsmith.layer_config import LayerConfig, layer_id_problems, override_problems
+from draftsmith.mask_token import choose_mask_token, mask_token_data_problems, mask_token_problems
 
 __all__ = [
     "BlockOptions",
@@ -200,79 +197,12 @@ def _derived(options: BlockOptions, verifier: VerifierFacts) -> LayerConfig:
 
 
 def mask_token(options: BlockOptions, verifier: VerifierFacts) -> int:
-    """The token that stands for what is to be drafted, whose embedding nothing else uses.
-
-    As given; else the tokenizer's mask token; else the first row of the embedding that has no token; else a token
-    that is reserved by its name; else the padding or unknown token, where it has no other use.
+    """The token that stands for what is to be drafted: as given, else one that the core chooses.
 
     Raises:
         ConfigError: there is none.
     """
-    if options.mask_token_id is not None:
-        return options.mask_token_id
-    found = next(_free_tokens(verifier), None)
-    if found is None:
-        raise ConfigError([_no_free_token()])
-    return found
-
-
-def _no_free_token() -> Problem:
-    return Problem(
-        "the tokenizer has no mask token, no token without use, and the embedding no row without a token",
-        where="algorithm.options.mask_token_id",
-        hint="name a token that occurs in no text, such as one for another modality",
-    )
-
-
-def _free_tokens(verifier: VerifierFacts) -> Iterator[int]:
-    tokens = _tokens(verifier.path)
-    taken = {verifier.bos_token_id, *verifier.eos_token_ids}
-
-    def usable(token: int | None) -> bool:
-        return token is not None and 0 <= token < verifier.vocab_size and token not in taken
-
-    spare = tokens.size if tokens.size else None
-    reserved = sorted(token for name, token in tokens.added.items() if any(word in name for word in _RESERVED))
-    named = (tokens.roles.get("pad_token"), tokens.roles.get("unk_token"))
-    yield from (token for token in (tokens.roles.get("mask_token"), spare, *reserved, *named) if usable(token))  # type: ignore[misc]
-
-
-#: Parts of the names that tokenizers give to tokens of no use.
-_RESERVED = ("reserved_special_token", "<unused", "[unused", "extra_id_")
-
-
-class _Tokens(NamedTuple):
-    """What a tokenizer's files say: the highest id + 1 (0: unknown), ids of added tokens, and of the special roles."""
-
-    size: int
-    added: Mapping[str, int]
-    roles: Mapping[str, int]
-
-
-def _tokens(folder: Path) -> _Tokens:
-    path = folder / "tokenizer.json"
-    try:
-        return _read_tokens(folder, path.stat().st_mtime_ns)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return _Tokens(0, {}, {})  # another kind of tokenizer: the token must be named
-
-
-@lru_cache(maxsize=8)
-def _read_tokens(folder: Path, changed: int) -> _Tokens:
-    content = json.loads((folder / "tokenizer.json").read_bytes())
-    vocabulary = content["model"]["vocab"]
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {each[0]: i for i, each in enumerate(vocabulary)}
-    added = {each["content"]: int(each["id"]) for each in content.get("added_tokens") or ()}
-    ids.update(added)
-    config = folder / "tokenizer_config.json"
-    named = json.loads(config.read_bytes()) if config.is_file() else {}
-    roles = {}
-    for role in ("mask_token", "pad_token", "unk_token"):
-        value = named.get(role)
-        name = value.get("content") if isinstance(value, dict) else value
-        if name in ids:
-            roles[role] = int(ids[name])
-    return _Tokens(max(ids.values(), default=-1) + 1, added, roles)
+    return choose_mask_token(options.mask_token_id, verifier)
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------
@@ -290,7 +220,7 @@ def check_blocks(options: BlockOptions, verifier: VerifierFacts) -> list[Problem
         *_layer_type_problems(options),
         *layer_id_problems(options.layer_ids, verifier),
         *_full_attention_problems(options),
-        *_mask_token_problems(options, verifier),
+        *mask_token_problems(options.mask_token_id, verifier),
         *override_problems(_derived(options, verifier), options.layer_overrides, own),
     ]
 
@@ -318,20 +248,6 @@ def _full_attention_problems(options: BlockOptions) -> Iterator[Problem]:
     elif options.sliding_window is None or not any(_slides(options, index) for index in range(options.num_layers)):
         what = "no layer slides, so that all of them see everything"
         yield Problem(what, where=where, hint="leave it out, and sliding_window too; or let some layer slide")
-
-
-def _mask_token_problems(options: BlockOptions, verifier: VerifierFacts) -> Iterator[Problem]:
-    where = "algorithm.options.mask_token_id"
-    token = options.mask_token_id
-    if token is None:
-        if next(_free_tokens(verifier), None) is None:
-            yield _no_free_token()
-    elif token >= verifier.vocab_size:
-        what = f"{token} is outside the verifier's vocabulary of {verifier.vocab_size}, so that it has no embedding"
-        yield Problem(what, where=where, hint="null chooses one")
-    elif token in verifier.eos_token_ids or token == verifier.bos_token_id:
-        what = f"{token} begins or ends texts, so that a draft could not tell it from what it must fill"
-        yield Problem(what, where=where, hint="null chooses one")
 
 
 def check(options: DFlashOptions, verifier: VerifierFacts) -> Sequence[Problem]:
@@ -367,13 +283,5 @@ def check_data(
                 hint=longer if fits < 2 else f"choose at most {fits}, or {longer}",
             )
         )
-    token = mask_token(options, verifier)
-    if token in data.token_ids:
-        problems.append(
-            Problem(
-                f"the mask token {token} occurs in the prepared data, so that the draft could not tell it from a word",
-                where="algorithm.options.mask_token_id",
-                hint="name one that does not occur",
-            )
-        )
+    problems += mask_token_data_problems(mask_token(options, verifier), data)
     return problems

@@ -7,7 +7,7 @@ format share (:mod:`draftsmith.speculators`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from draftsmith.api import CaptureRequirements, Problem, VerifierFacts
 from draftsmith.errors import CheckpointError
@@ -33,34 +33,37 @@ from draftsmith.speculators import (
     warning,
     written_config,
 )
-from draftsmith_eagle3.options import Eagle3Options, default_layer_ids, layer_config
+from draftsmith_eagle3.options import default_layer_ids, layer_config
 
-__all__ = ["Eagle3Checkpoint"]
-
-#: flag → what vLLM takes where the key is missing
-_FLAGS = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+__all__ = ["Eagle3Checkpoint", "NetworkCheckpoint"]
 
 
-class Eagle3Checkpoint(SpeculatorsFormat):
-    """Reads, writes and checks EAGLE-3 drafts. What all speculators formats share is linted by the core."""
+class NetworkCheckpoint(SpeculatorsFormat):
+    """What checkpoints of all algorithms with EAGLE-3's network share.
+
+    Attributes:
+        flags: flag of the network → what vLLM takes where the key is missing.
+    """
 
     method = "eagle3"
-    skipped = (*SpeculatorsFormat.skipped, "mask_hidden")  # the input of parallel drafting
+    flags: ClassVar[Mapping[str, bool]]
 
     # --- writing ------------------------------------------------------------------------------------------------
 
-    def config(self, context: ExportContext) -> dict[str, Any]:
+    def network_keys(self, context: ExportContext) -> dict[str, Any]:
+        """The keys of config.json that describe network and taps."""
         setup = context.setup
-        options: Eagle3Options = setup.options
-        layers = layer_config(options, setup.verifier).to_dict()
-        # vLLM's Llama class takes three tapped layers for granted unless this stands among the layers' keys.
-        layers["num_aux_hidden_states"] = len(setup.capture.layer_ids)
-        own = {
-            **{name: getattr(options, name) for name in _FLAGS},
+        return {
+            **{name: getattr(setup.options, name) for name in self.flags},
             "eagle_aux_hidden_state_layer_ids": list(setup.capture.layer_ids),
-            "embed_requires_grad": False,
         }
-        return written_config("eagle3", "Eagle3Speculator", context, layers, own)
+
+    def layer_keys(self, context: ExportContext) -> dict[str, Any]:
+        """``transformer_layer_config``."""
+        setup = context.setup
+        layers = layer_config(setup.options, setup.verifier).to_dict()
+        # vLLM's Llama class takes three tapped layers for granted unless this stands among the layers' keys.
+        return {**layers, "num_aux_hidden_states": len(setup.capture.layer_ids)}
 
     def expected_tensors(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         layers = LayerConfig.from_dict(layers_of(config))
@@ -71,10 +74,12 @@ class Eagle3Checkpoint(SpeculatorsFormat):
             **shared_tensor_specs(config),
             # Without the flag vLLM passes it over, which lint reports as what it is.
             "input_norm.weight": TensorSpec(
-                shape=(taps * read_width,), required=_flag(config, "norm_before_fc"), why="norm_before_fc asks for it"
+                shape=(taps * read_width,),
+                required=self.flag(config, "norm_before_fc"),
+                why="norm_before_fc asks for it",
             ),
         }
-        if _flag(config, "fc_norm"):
+        if self.flag(config, "fc_norm"):
             specs.update({f"fc_norm.{tap}.weight": TensorSpec(shape=(read_width,)) for tap in range(taps)})
         why = "vLLM does not miss it, and drafts nonsense"
         specs["layers.0.hidden_norm.weight"] = TensorSpec(shape=(width,), why=why)
@@ -86,22 +91,35 @@ class Eagle3Checkpoint(SpeculatorsFormat):
 
     # --- reading ------------------------------------------------------------------------------------------------
 
+    def flag(self, config: Mapping[str, Any], name: str) -> bool:
+        """The flag as vLLM takes it. In checkpoints older than the format all are off.
+
+        Some of those have a dictionary of their own for what concerns the draft; one flag is looked for there first.
+        """
+        if name not in self.flags:
+            return False
+        default = self.flags[name] if "speculators_model_type" in config else False
+        value = (layers_of(config).get("eagle_config") or {}).get(name) if name == "norm_before_fc" else None
+        value = config.get(name) if value is None else value
+        return default if value is None else bool(value)
+
     def passed_over(self, config: Mapping[str, Any], names: Iterable[str]) -> Sequence[str]:
         known = set(names)
         norm = "input_norm.weight"
-        return [*biases(known), *([norm] if norm in known and not _flag(config, "norm_before_fc") else [])]
+        return [*biases(known), *([norm] if norm in known and not self.flag(config, "norm_before_fc") else [])]
 
     def warm_start_problems(
         self, config: Mapping[str, Any], options: Any, verifier: VerifierFacts
     ) -> Sequence[Problem]:
-        flags = {name: (getattr(options, name), _flag(config, name)) for name in _FLAGS}
+        flags = {name: (getattr(options, name), self.flag(config, name)) for name in self.flags}
         different = [
             f"{name} is {ours}, the other's {theirs}" for name, (ours, theirs) in flags.items() if ours != theirs
         ]
         different += layer_config(options, verifier).differences(LayerConfig.from_dict(layers_of(config)))
         return other_network(different)
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def network_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that flags, taps and layers imply."""
         layers = LayerConfig.from_dict(layers_of(config))
         if layers.full_attention:
             raise CheckpointError(
@@ -112,11 +130,10 @@ class Eagle3Checkpoint(SpeculatorsFormat):
         plain = layers.to_dict()
         ids = _layer_ids(config)
         return {
-            "ttt_steps": trained_tokens(config) or speculative_tokens(config) or 1,
             "num_layers": layers.num_layers,
             "layer_type": layers.layer_type,
             "intermediate_size": layers.intermediate_size,
-            **{name: _flag(config, name) for name in _FLAGS},
+            **{name: self.flag(config, name) for name in self.flags},
             "layer_ids": None if ids is None else tuple(sorted(set(ids))),
             "sliding_window": layers.sliding_window,
             "layer_overrides": {key: plain[key] for key in LAYER_OVERRIDES},
@@ -132,7 +149,7 @@ class Eagle3Checkpoint(SpeculatorsFormat):
         self, config: Mapping[str, Any], present: Mapping[str, TensorSpec], verifier: VerifierFacts | None
     ) -> Sequence[Finding]:
         findings = [
-            *_lint_flags(config, present),
+            *self._lint_flags(config, present),
             *_lint_layer_ids(config, verifier),
             *lint_layers(config),
         ]
@@ -140,23 +157,47 @@ class Eagle3Checkpoint(SpeculatorsFormat):
             findings += lint_against_verifier(config, present, verifier)
         return findings
 
+    def _lint_flags(self, config: Mapping[str, Any], present: Mapping[str, TensorSpec]) -> Iterator[Finding]:
+        for name, default in self.flags.items():
+            if config.get(name) is None:
+                yield warning(
+                    f"{name} is not written; vLLM takes {default}",
+                    name,
+                    "write every flag: writers' defaults and vLLM's differ",
+                )
+        if "input_norm.weight" in present and not self.flag(config, "norm_before_fc"):
+            yield error(
+                "input_norm.weight is there and norm_before_fc is off: vLLM passes it over, and drafts without "
+                "the norm",
+                "norm_before_fc",
+                "write true, if the draft was trained with it",
+            )
+        yield from lint_biases(biases(present))
+        if self.flag(config, "norm_before_fc") and self.flag(config, "fc_norm"):
+            yield error("norm_before_fc and fc_norm exclude each other; vLLM would apply both", "fc_norm")
+
+
+class Eagle3Checkpoint(NetworkCheckpoint):
+    """Reads, writes and checks EAGLE-3 drafts. What all speculators formats share is linted by the core."""
+
+    flags: ClassVar[Mapping[str, bool]] = {
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+    }
+    skipped = (*SpeculatorsFormat.skipped, "mask_hidden")  # the input of parallel drafting
+
+    def config(self, context: ExportContext) -> dict[str, Any]:
+        own = {**self.network_keys(context), "embed_requires_grad": False}
+        return written_config("eagle3", "Eagle3Speculator", context, self.layer_keys(context), own)
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        steps = trained_tokens(config) or speculative_tokens(config) or 1
+        return {"ttt_steps": steps, **self.network_options(config)}
+
 
 # --- reading a configuration ------------------------------------------------------------------------------------
-
-
-def _is_speculators(config: Mapping[str, Any]) -> bool:
-    return "speculators_model_type" in config
-
-
-def _flag(config: Mapping[str, Any], name: str) -> bool:
-    """The flag as vLLM takes it. In checkpoints older than the format all four are off.
-
-    Some of those have a dictionary of their own for what concerns the draft; one flag is looked for there first.
-    """
-    default = _FLAGS[name] if _is_speculators(config) else False
-    value = (layers_of(config).get("eagle_config") or {}).get(name) if name == "norm_before_fc" else None
-    value = config.get(name) if value is None else value
-    return default if value is None else bool(value)
 
 
 def _layer_ids(config: Mapping[str, Any]) -> list[int] | None:
@@ -171,25 +212,6 @@ def _num_taps(config: Mapping[str, Any]) -> int:
 
 
 # --- lint -------------------------------------------------------------------------------------------------------
-
-
-def _lint_flags(config: Mapping[str, Any], present: Mapping[str, TensorSpec]) -> Iterator[Finding]:
-    for name, default in _FLAGS.items():
-        if config.get(name) is None:
-            yield warning(
-                f"{name} is not written; vLLM takes {default}",
-                name,
-                "write every flag: writers' defaults and vLLM's differ",
-            )
-    if "input_norm.weight" in present and not _flag(config, "norm_before_fc"):
-        yield error(
-            "input_norm.weight is there and norm_before_fc is off: vLLM passes it over, and drafts without the norm",
-            "norm_before_fc",
-            "write true, if the draft was trained with it",
-        )
-    yield from lint_biases(biases(present))
-    if _flag(config, "norm_before_fc") and _flag(config, "fc_norm"):
-        yield error("norm_before_fc and fc_norm exclude each other; vLLM would apply both", "fc_norm")
 
 
 def _lint_layer_ids(config: Mapping[str, Any], verifier: VerifierFacts | None) -> Iterator[Finding]:

@@ -32,9 +32,9 @@ from draftsmith.layers import (
 )
 from draftsmith_eagle3.batch import Batch
 from draftsmith_eagle3.mask import Attend
-from draftsmith_eagle3.options import Eagle3Options, layer_config
+from draftsmith_eagle3.options import NetworkOptions, layer_config
 
-__all__ = ["Eagle3Draft"]
+__all__ = ["DraftLayer", "Eagle3Draft", "Eagle3Network"]
 
 
 class DraftLayer(nn.Module):
@@ -51,12 +51,16 @@ class DraftLayer(nn.Module):
         self.mlp = Mlp(config)
 
 
-class Eagle3Draft(nn.Module, DraftArchitecture):
-    """The draft network, with the verifier's embedding and (restricted) head in place and frozen."""
+class Eagle3Network(nn.Module, DraftArchitecture):
+    """The network, with the verifier's embedding and (restricted) head in place and frozen.
+
+    ``setup.options`` is a :class:`NetworkOptions`. A subclass says how it is trained: it has the ``forward``, and may
+    build further parameters after ``super().__init__(setup)``, which it initialises itself.
+    """
 
     def __init__(self, setup: AlgorithmSetup) -> None:
         super().__init__()
-        options: Eagle3Options = setup.options
+        options: NetworkOptions = setup.options
         self.options = options
         self.config = layer_config(options, setup.verifier)
         self.compute_dtype = setup.compute_dtype
@@ -93,6 +97,10 @@ class Eagle3Draft(nn.Module, DraftArchitecture):
             chunks = features.chunk(self.num_taps, dim=-1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         return F.linear(features, self.fc.weight.to(self.compute_dtype))
+
+
+class Eagle3Draft(Eagle3Network):
+    """The draft, trained step by step on its own continuations."""
 
     def forward(self, batch: Batch, attend: Attend) -> list[Tensor]:
         """Normed hidden states [n_k, H] of the chains alive at each step that has any; times the head they are logits.

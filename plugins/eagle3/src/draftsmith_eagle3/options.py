@@ -1,4 +1,7 @@
-"""Options of EAGLE-3, what they ask of the capture, and what is wrong with them. Torch-free."""
+"""Options of EAGLE-3, what they ask of the capture, and what is wrong with them. Torch-free.
+
+:class:`NetworkOptions` and the functions on it are written for every algorithm that drafts with EAGLE-3's network.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ from attrs.validators import and_, ge, gt, in_, le, optional
 from draftsmith.api import CaptureRequirements, Problem, VerifierFacts
 from draftsmith.layer_config import LayerConfig, layer_id_problems, override_problems
 
-__all__ = ["Eagle3Options", "check", "default_layer_ids", "layer_config", "max_speculative_tokens", "requirements"]
+__all__ = [
+    "Eagle3Options",
+    "NetworkOptions",
+    "check",
+    "default_layer_ids",
+    "layer_config",
+    "max_speculative_tokens",
+    "requirements",
+]
 
 
 def _help(text: str) -> dict[str, str]:
@@ -19,21 +30,9 @@ def _help(text: str) -> dict[str, str]:
 
 
 @frozen(kw_only=True)
-class Eagle3Options:
-    """Defaults are those of "EAGLE-3.1" drafts: every optional norm but ``fc_norm``, one llama layer.
+class NetworkOptions:
+    """What every algorithm that drafts with this network can be told of it."""
 
-    Sources: EAGLE-3 (arXiv 2503.01840) for training-time test and the decay of 0.8 a step; the network's flags are
-    those of vLLM's ``llama_eagle3.py``.
-    """
-
-    ttt_steps: int = field(
-        default=3,
-        validator=ge(1),
-        metadata=_help("steps of training-time test: tokens the draft is trained to continue; written as served K"),
-    )
-    step_decay: float = field(
-        default=0.8, validator=and_(gt(0), le(1)), metadata=_help("weight of step k in the loss is step_decay ** k")
-    )
     num_layers: int = field(default=1, validator=ge(1), metadata=_help("decoder layers of the draft"))
     layer_type: Literal["llama", "qwen3"] = field(
         default="llama",
@@ -70,13 +69,31 @@ class Eagle3Options:
     )
 
 
+@frozen(kw_only=True)
+class Eagle3Options(NetworkOptions):
+    """Defaults are those of "EAGLE-3.1" drafts: every optional norm but ``fc_norm``, one llama layer.
+
+    Sources: EAGLE-3 (arXiv 2503.01840) for training-time test and the decay of 0.8 a step; the network's flags are
+    those of vLLM's ``llama_eagle3.py``.
+    """
+
+    ttt_steps: int = field(
+        default=3,
+        validator=ge(1),
+        metadata=_help("steps of training-time test: tokens the draft is trained to continue; written as served K"),
+    )
+    step_decay: float = field(
+        default=0.8, validator=and_(gt(0), le(1)), metadata=_help("weight of step k in the loss is step_decay ** k")
+    )
+
+
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
     """[2, n//2, n-3] as in vLLM and the paper; on very small models whatever of them is distinct and in range."""
     wanted = (2, num_layers // 2, num_layers - 3)
     return tuple(sorted({min(max(layer, 0), num_layers - 1) for layer in wanted}))
 
 
-def requirements(options: Eagle3Options, verifier: VerifierFacts) -> CaptureRequirements:
+def requirements(options: NetworkOptions, verifier: VerifierFacts) -> CaptureRequirements:
     """The taps, and the last hidden state for the teacher."""
     ids = options.layer_ids
     if ids is None:
@@ -89,7 +106,7 @@ def max_speculative_tokens(options: Eagle3Options) -> int:
     return options.ttt_steps
 
 
-def check(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
+def check(options: NetworkOptions, verifier: VerifierFacts) -> Sequence[Problem]:
     """All that cannot work with this verifier, found before torch is imported."""
     problems = layer_id_problems(options.layer_ids, verifier)
     if options.norm_before_fc and options.fc_norm:
@@ -110,7 +127,7 @@ def check(options: Eagle3Options, verifier: VerifierFacts) -> Sequence[Problem]:
     return problems
 
 
-def layer_config(options: Eagle3Options, verifier: VerifierFacts) -> LayerConfig:
+def layer_config(options: NetworkOptions, verifier: VerifierFacts) -> LayerConfig:
     """The draft's layers: the verifier's shape, then what the options say.
 
     Raises:
@@ -119,7 +136,7 @@ def layer_config(options: Eagle3Options, verifier: VerifierFacts) -> LayerConfig
     return _derived(options, verifier).overridden(options.layer_overrides)
 
 
-def _derived(options: Eagle3Options, verifier: VerifierFacts) -> LayerConfig:
+def _derived(options: NetworkOptions, verifier: VerifierFacts) -> LayerConfig:
     return LayerConfig.from_verifier(
         verifier,
         layer_type=options.layer_type,

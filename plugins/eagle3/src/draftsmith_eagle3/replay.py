@@ -24,15 +24,15 @@ from torch import Tensor
 from draftsmith import reference
 from draftsmith.interfaces import Drafter
 from draftsmith.layers import RMSNorm
-from draftsmith_eagle3.model import DraftLayer, Eagle3Draft
+from draftsmith_eagle3.model import DraftLayer, Eagle3Network
 
-__all__ = ["Eagle3Drafter"]
+__all__ = ["Eagle3Drafter", "LayerCache", "NetworkDrafter"]
 
 _VERIFIED = -1
 
 
 @define
-class _LayerCache:
+class LayerCache:
     """Keys (rotated) and values of one layer, [rows, kv_heads, head_dim]."""
 
     key: Tensor
@@ -60,8 +60,10 @@ class _Rows:
         return seen if window is None else seen & (position[:, None] - self.position < window)
 
 
-class Eagle3Drafter(Drafter):
-    """Drafts one sequence, in float32; keeps nothing from call to call.
+class NetworkDrafter(Drafter):
+    """Drafts one sequence with EAGLE-3's network, in float32; keeps nothing from call to call.
+
+    A subclass says in :meth:`propose_each` which rows the network reads, and which see which.
 
     Args:
         model: the draft; its trained parameters are read at every call.
@@ -71,7 +73,7 @@ class Eagle3Drafter(Drafter):
     #: Enough to make one product of each weight worth it, and few enough for their logits, [starts, K, V_d].
     starts_at_once: ClassVar[int] = 64
 
-    def __init__(self, model: Eagle3Draft, kept_ids: Tensor) -> None:
+    def __init__(self, model: Eagle3Network, kept_ids: Tensor) -> None:
         self.model = model
         self.config = model.config
         self.kept_ids = kept_ids.to(model.fc.weight.device)
@@ -83,6 +85,67 @@ class Eagle3Drafter(Drafter):
             raise ValueError(f"{rows} verified tokens need as many rows of features, got {taps.shape[0]}")
         each = None if forced is None else forced[None]
         return self.propose_each(token_ids, taps, [rows], num_tokens, forced=each)[0]
+
+    def empty_caches(self) -> list[LayerCache]:
+        """Of every layer, without a row."""
+        empty = torch.zeros(0, self.config.num_key_value_heads, self.config.head_dim, device=self.head.device)
+        return [LayerCache(empty, empty) for _ in self.model.layers]
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The network's norm, with its epsilon."""
+        return reference.norm(x, weight, self.config.rms_norm_eps)
+
+    def fused(self, taps: Tensor) -> Tensor:
+        """Features [rows, A * H_t] → hidden [rows, H]."""
+        model = self.model
+        if model.input_norm is not None:
+            taps = self.norm(taps, model.input_norm.weight)
+        if model.fc_norm is not None:
+            parts = taps.chunk(model.num_taps, dim=-1)
+            weights = [norm.weight for norm in model.fc_norm if isinstance(norm, RMSNorm)]
+            taps = torch.cat([self.norm(part, weight) for part, weight in zip(parts, weights, strict=True)], dim=-1)
+        return taps @ model.fc.weight.T
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Target ids [rows] → [rows, H]."""
+        return self.model.embed_tokens.weight[tokens].float()
+
+    def layers(
+        self, embedding: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor, caches: list[LayerCache]
+    ) -> Tensor:
+        """Rows of (embedding, hidden) at *positions* through all layers; their keys and values join *caches*."""
+        for index, layer in enumerate(self.model.layers):
+            assert isinstance(layer, DraftLayer)
+            if index == 0:
+                normed = self.norm(hidden, layer.hidden_norm.weight)
+                inputs = torch.cat((self.norm(embedding, layer.input_layernorm.weight), normed), dim=-1)
+                residual = normed if self.model.options.norm_before_residual else hidden
+            else:
+                inputs, residual = self.norm(hidden, layer.input_layernorm.weight), hidden
+            hidden = residual + self._attention(layer, inputs, positions, visible, caches[index])
+            normed = self.norm(hidden, layer.post_attention_layernorm.weight)
+            hidden = hidden + reference.feed_forward(normed, layer.mlp)
+        return hidden
+
+    def _attention(
+        self, layer: DraftLayer, inputs: Tensor, positions: Tensor, visible: Tensor, cache: LayerCache
+    ) -> Tensor:
+        attention, config = layer.self_attn, self.config
+        heads = (-1, config.num_attention_heads, config.head_dim)
+        kv_heads = (-1, config.num_key_value_heads, config.head_dim)
+        query = (inputs @ attention.q_proj.weight.T).view(heads)
+        key = (inputs @ attention.k_proj.weight.T).view(kv_heads)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            query = self.norm(query, attention.q_norm.weight)
+            key = self.norm(key, attention.k_norm.weight)
+        cache.key = torch.cat((cache.key, reference.turn(key, positions, self.model.rotary)))
+        cache.value = torch.cat((cache.value, (inputs @ attention.v_proj.weight.T).view(kv_heads)))
+        query = reference.turn(query, positions, self.model.rotary)
+        return reference.attention(query, cache.key, cache.value, visible) @ attention.o_proj.weight.T
+
+
+class Eagle3Drafter(NetworkDrafter):
+    """Drafts token by token: the verified rows once, then a row a token that is fed back."""
 
     @torch.no_grad()
     def propose_each(
@@ -100,12 +163,13 @@ class Eagle3Drafter(Drafter):
         position, start = torch.arange(count, device=device), torch.arange(len(verified), device=device)
         rows = _Rows(position, torch.full_like(position, _VERIFIED))
         visible = rows.visible(position, rows.start, position + 1, window)
-        caches = self._empty_caches()
-        fused = self._fused(taps[:count].to(device, torch.float32))
-        hidden = self._layers(token_ids[1 : count + 1].to(device), fused, position, visible, caches)[verified - 1]
+        caches = self.empty_caches()
+        fused = self.fused(taps[:count].to(device, torch.float32))
+        tokens = self.embedded(token_ids[1 : count + 1].to(device))
+        hidden = self.layers(tokens, fused, position, visible, caches)[verified - 1]
         logits: list[Tensor] = []
         for step in range(num_tokens):
-            normed = self._norm(hidden, self.model.norm.weight)
+            normed = self.norm(hidden, self.model.norm.weight)
             logits.append(normed @ self.head.T)
             if step == num_tokens - 1:
                 break
@@ -114,56 +178,5 @@ class Eagle3Drafter(Drafter):
             position = verified + step
             rows.add(position, start)
             visible = rows.visible(position, start, verified, window)
-            hidden = self._layers(token, fed_back, position, visible, caches)
+            hidden = self.layers(self.embedded(token), fed_back, position, visible, caches)
         return torch.stack(logits, dim=1)
-
-    def _empty_caches(self) -> list[_LayerCache]:
-        empty = torch.zeros(0, self.config.num_key_value_heads, self.config.head_dim, device=self.head.device)
-        return [_LayerCache(empty, empty) for _ in self.model.layers]
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return reference.norm(x, weight, self.config.rms_norm_eps)
-
-    def _fused(self, taps: Tensor) -> Tensor:
-        model = self.model
-        if model.input_norm is not None:
-            taps = self._norm(taps, model.input_norm.weight)
-        if model.fc_norm is not None:
-            parts = taps.chunk(model.num_taps, dim=-1)
-            weights = [norm.weight for norm in model.fc_norm if isinstance(norm, RMSNorm)]
-            taps = torch.cat([self._norm(part, weight) for part, weight in zip(parts, weights, strict=True)], dim=-1)
-        return taps @ model.fc.weight.T
-
-    def _layers(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor, caches: list[_LayerCache]
-    ) -> Tensor:
-        """Rows of (token, hidden) at *positions* through all layers; their keys and values join *caches*."""
-        embedding = self.model.embed_tokens.weight[tokens].float()
-        for index, layer in enumerate(self.model.layers):
-            assert isinstance(layer, DraftLayer)
-            if index == 0:
-                normed = self._norm(hidden, layer.hidden_norm.weight)
-                inputs = torch.cat((self._norm(embedding, layer.input_layernorm.weight), normed), dim=-1)
-                residual = normed if self.model.options.norm_before_residual else hidden
-            else:
-                inputs, residual = self._norm(hidden, layer.input_layernorm.weight), hidden
-            hidden = residual + self._attention(layer, inputs, positions, visible, caches[index])
-            normed = self._norm(hidden, layer.post_attention_layernorm.weight)
-            hidden = hidden + reference.feed_forward(normed, layer.mlp)
-        return hidden
-
-    def _attention(
-        self, layer: DraftLayer, inputs: Tensor, positions: Tensor, visible: Tensor, cache: _LayerCache
-    ) -> Tensor:
-        attention, config = layer.self_attn, self.config
-        heads = (-1, config.num_attention_heads, config.head_dim)
-        kv_heads = (-1, config.num_key_value_heads, config.head_dim)
-        query = (inputs @ attention.q_proj.weight.T).view(heads)
-        key = (inputs @ attention.k_proj.weight.T).view(kv_heads)
-        if attention.q_norm is not None and attention.k_norm is not None:
-            query = self._norm(query, attention.q_norm.weight)
-            key = self._norm(key, attention.k_norm.weight)
-        cache.key = torch.cat((cache.key, reference.turn(key, positions, self.model.rotary)))
-        cache.value = torch.cat((cache.value, (inputs @ attention.v_proj.weight.T).view(kv_heads)))
-        query = reference.turn(query, positions, self.model.rotary)
-        return reference.attention(query, cache.key, cache.value, visible) @ attention.o_proj.weight.T
