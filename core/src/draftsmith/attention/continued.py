@@ -19,7 +19,7 @@ Three forms, equal in values and gradients:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -40,6 +40,10 @@ __all__ = ["Continuations", "continued_attention"]
 CHAIN_ELEMENTS = {"cpu": 2**18, "accelerator": 2**26}
 
 
+def _numbers(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
 @frozen(kw_only=True)
 class Continuations:
     """Which real rows of a packed row are continued, and how far. Numbers only: built once a row, used by every layer.
@@ -55,9 +59,9 @@ class Continuations:
         ValueError: rows that do not ascend or lie in no document, or a chain without a step.
     """
 
-    rows: tuple[int, ...] = field(converter=tuple)
-    lengths: tuple[int, ...] = field(converter=tuple)
-    document_lengths: tuple[int, ...] = field(converter=tuple)
+    rows: tuple[int, ...] = field(converter=_numbers)
+    lengths: tuple[int, ...] = field(converter=_numbers)
+    document_lengths: tuple[int, ...] = field(converter=_numbers)
 
     def __attrs_post_init__(self) -> None:
         if len(self.rows) != len(self.lengths):

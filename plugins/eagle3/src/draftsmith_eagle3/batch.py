@@ -13,13 +13,13 @@ step k are a subset of those at step k - 1: rows that no longer carry a target a
 from __future__ import annotations
 
 import torch
-from attrs import frozen
+from attrs import fields, frozen
 from torch import Tensor
 
 from draftsmith.interfaces import PackedRow
 from draftsmith.rows import supervised_run
 
-__all__ = ["Batch", "Step", "make_batch"]
+__all__ = ["Batch", "Shifted", "Step", "make_batch", "shift"]
 
 
 @frozen(kw_only=True)
@@ -38,7 +38,7 @@ class Step:
 
 
 @frozen(kw_only=True)
-class Batch:
+class Shifted:
     """One packed row, shifted. R rows, A tapped layers of width H_t.
 
     Attributes:
@@ -47,7 +47,6 @@ class Batch:
         positions: int64 [R], position of row t, which vLLM does not shift.
         taps: [R, A * H_t], features of x_t.
         document_lengths: rows of each document.
-        steps: the chains alive at each step; empty ones included.
         total_positions: tokens of the packed row, padding included: what the reference's mean divides by.
     """
 
@@ -56,13 +55,32 @@ class Batch:
     positions: Tensor
     taps: Tensor
     document_lengths: tuple[int, ...]
-    steps: tuple[Step, ...]
     total_positions: int
+
+
+@frozen(kw_only=True)
+class Batch(Shifted):
+    """One packed row, shifted, and its chains.
+
+    Attributes:
+        steps: the chains alive at each step; empty ones included.
+    """
+
+    steps: tuple[Step, ...]
 
 
 def make_batch(row: PackedRow, num_steps: int) -> Batch:
     """Shift *row* and find its chains of up to *num_steps* steps. Deterministic."""
-    device = row.input_ids.device
+    shifted, run = shift(row)
+    steps = tuple(_to(step, row.input_ids.device) for step in _steps(run, num_steps))
+    return Batch(**{each.name: getattr(shifted, each.name) for each in fields(Shifted)}, steps=steps)
+
+
+def shift(row: PackedRow) -> tuple[Shifted, Tensor]:
+    """*row* shifted; and int64 [R], on the CPU: how many supervised tokens follow one another from x_{t+1} on.
+
+    A chain of row r has a step k that is trained where they are k + 2 at least: x_{t+1} … x_{t+2+k}.
+    """
     # Index arithmetic on the CPU: a handful of small tensors whose sizes the host must know anyway.
     documents = row.document_ids.cpu()
     supervised = row.loss_mask.cpu()
@@ -71,22 +89,19 @@ def make_batch(row: PackedRow, num_steps: int) -> Batch:
     packed_index = torch.nonzero((documents >= 0) & ~is_first).flatten()
     row_documents = documents[packed_index]
     lengths = torch.unique_consecutive(row_documents, return_counts=True)[1]
-    run = supervised_run(supervised[packed_index], row_documents)
-    steps = tuple(_to(step, device) for step in _steps(run, num_steps))
-    on_device = packed_index.to(device)
-    return Batch(
+    on_device = packed_index.to(row.input_ids.device)
+    shifted = Shifted(
         token_ids=row.input_ids[on_device],
         packed_index=on_device,
         positions=row.position_ids[on_device] - 1,
         taps=row.taps[on_device - 1],
         document_lengths=tuple(lengths.tolist()),
-        steps=steps,
         total_positions=row.input_ids.shape[0],
     )
+    return shifted, supervised_run(supervised[packed_index], row_documents)
 
 
 def _steps(run: Tensor, num_steps: int) -> list[Step]:
-    # Step k needs x_{t+1} … x_{t+2+k}: k + 2 supervised tokens.
     rows = torch.nonzero(run >= 2).flatten()
     chains = torch.arange(rows.shape[0])
     steps = [Step(rows=rows, kept=chains, chains=chains)]
