@@ -32,13 +32,14 @@ def memory(field: str) -> float:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--algorithm", choices=["eagle3", "dflash", "dspark"], default="eagle3")
+    parser.add_argument("--algorithm", choices=["eagle3", "dflash", "dspark", "peagle"], default="eagle3")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--verifier", required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--draft-vocabulary", type=int, required=True)
     parser.add_argument("--ttt-steps", type=int, default=3)
     parser.add_argument("--block-size", type=int, default=8)
+    parser.add_argument("--depths", type=int, default=8)
     parser.add_argument("--anchors", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -69,11 +70,14 @@ def main() -> None:
     torch.manual_seed(0)
     dtype = getattr(torch, ours.dtype)
     dataset = str(ours.data / "dataset")
-    shifts = ours.algorithm == "eagle3"
-    layers = 1 if shifts else ours.layers
-    if shifts:
+    shifts = ours.algorithm in ("eagle3", "peagle")
+    layers = 1 if ours.algorithm == "eagle3" else ours.layers
+    if ours.algorithm == "eagle3":
         own = {"--ttt-steps": str(ours.ttt_steps)}
         counts = {"ttt_steps": ours.ttt_steps}
+    elif ours.algorithm == "peagle":
+        own = {"--num-depths": str(ours.depths), "--max-anchors": str(ours.anchors)}
+        counts = {"anchors": ours.anchors, "depths": ours.depths, "layers": layers}
     else:
         own = {"--block-size": str(ours.block_size), "--max-anchors": str(ours.anchors)}
         counts = {"anchors": ours.anchors, "block_size": ours.block_size, "layers": layers}
@@ -106,7 +110,7 @@ def main() -> None:
         settings.sliding_window,
         settings.full_attention_indices,
     )
-    if not shifts:
+    if ours.algorithm != "eagle3":
         settings.mask_token_id = resolve_mask_token_id(ours.verifier, config.vocab_size, None)
     kind = SpeculatorModel.registry[ours.algorithm]
     model = kind.from_training_args(verifier_config=layer, t2d=t2d, d2t=d2t, **vars(settings))

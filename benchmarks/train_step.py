@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py --peer-python /path/to/peer/bin/python
     python benchmarks/train_step.py --algorithm dflash --block-size 8 16 --peer-python …
+    python benchmarks/train_step.py --algorithm peagle --depths 8 --anchors 512 --peer-python …
     python benchmarks/train_step.py --tokens 1024 --draft-vocabulary 8192            # ours alone
     python benchmarks/train_step.py --algorithm dflash --anchors 64 256 1024         # memory against anchors
 
@@ -11,7 +12,8 @@ forward over all steps or blocks, loss, metrics, backward, clipping, AdamW. Ours
 without bf16 matrix instructions. After each case a line compares ours with the peer's *faster* dtype.
 
 Blocks hang on `--anchors` anchors of the row: ours have a budget per document, here the one that comes closest
-(`anchors` says how many there are); the peer draws so many from the row.
+(`anchors` says how many there are); the peer draws so many from the row. Depths continue `--anchors` tokens of the row
+on both sides, which sample by the same rule.
 
 The share of the matmul peak is (floating-point operations of the step's matrix products and attention, as torch's
 counter sees them) / (step time x rate of a 1024 x 576 x 8192 product measured beside it).
@@ -30,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -41,14 +43,22 @@ class Kind(NamedTuple):
 
     Attributes:
         lost: tokens of a document that are no draft position.
-        anchored: whether it drafts blocks at anchors, rather than steps from every row.
+        drafts: step by step from every row, blocks at anchors, or all depths from every row in one pass.
+        anchors, layers: what is measured unless the command line says otherwise.
     """
 
     lost: int
-    anchored: bool
+    drafts: Literal["steps", "blocks", "depths"]
+    anchors: int = 128
+    layers: int = 3
 
 
-KINDS = {"eagle3": Kind(1, False), "dflash": Kind(0, True), "dspark": Kind(0, True)}
+KINDS = {
+    "eagle3": Kind(1, "steps"),
+    "dflash": Kind(0, "blocks"),
+    "dspark": Kind(0, "blocks"),
+    "peagle": Kind(1, "depths", anchors=512, layers=1),
+}
 
 
 def parse() -> argparse.Namespace:
@@ -65,12 +75,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft-vocabulary", type=int, nargs="*", default=[8192, 49152])
     parser.add_argument("--ttt-steps", type=int, default=3, help="eagle3")
     parser.add_argument("--block-size", type=int, nargs="*", default=[8, 16], help="dflash, dspark")
-    parser.add_argument("--anchors", type=int, nargs="*", default=[128], help="dflash, dspark: in the whole row")
-    parser.add_argument("--layers", type=int, default=3, help="dflash, dspark")
+    parser.add_argument("--depths", type=int, default=8, help="peagle")
+    parser.add_argument(
+        "--anchors", type=int, nargs="*", help="in the whole row: dflash, dspark (128 by default), peagle (512)"
+    )
+    parser.add_argument("--layers", type=int, help="dflash, dspark (3 by default), peagle (1, as the peer)")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    kind = KINDS[arguments.algorithm]
+    arguments.anchors = arguments.anchors or [kind.anchors]
+    arguments.layers = arguments.layers or kind.layers
+    return arguments
 
 
 def main() -> None:
@@ -88,9 +105,17 @@ def main() -> None:
 
 def variants(arguments: argparse.Namespace) -> Iterator[dict[str, int]]:
     """The flags, beside tokens and vocabulary, of each case."""
-    if not KINDS[arguments.algorithm].anchored:
+    drafts = KINDS[arguments.algorithm].drafts
+    if drafts == "steps":
         yield {"ttt-steps": arguments.ttt_steps}
-        return
+    elif drafts == "depths":
+        for anchors in arguments.anchors:
+            yield {"depths": arguments.depths, "anchors": anchors, "layers": arguments.layers}
+    else:
+        yield from blocks(arguments)
+
+
+def blocks(arguments: argparse.Namespace) -> Iterator[dict[str, int]]:
     for block_size, anchors in itertools.product(arguments.block_size, arguments.anchors):
         yield {"block-size": block_size, "anchors": anchors, "layers": arguments.layers}
 
@@ -243,8 +268,11 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
     batch = algorithm.make_batch(row, torch.Generator().manual_seed(0))
     with torch.no_grad():
         counts = {"slots": algorithm.forward(model, batch).teacher_row.shape[0]}
-    if KINDS[arguments.algorithm].anchored:
+    drafts = KINDS[arguments.algorithm].drafts
+    if drafts == "blocks":
         counts |= {"anchors": len(batch.blocks), "block_size": options.block_size, "layers": options.num_layers}
+    elif drafts == "depths":
+        counts |= {"anchors": options.max_anchors, "depths": options.num_depths, "layers": options.num_layers}
     else:
         counts |= {"ttt_steps": options.ttt_steps}
     objective = Objective(
@@ -261,9 +289,12 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
 
 def chosen_options(arguments: argparse.Namespace, facts: Any, row: Any) -> dict[str, Any]:
     """The algorithm's options: as the peer's defaults where the command line does not say."""
-    if not KINDS[arguments.algorithm].anchored:
+    drafts, (anchors,) = KINDS[arguments.algorithm].drafts, arguments.anchors
+    if drafts == "steps":
         return {"ttt_steps": arguments.ttt_steps}
-    n, (block_size,), (anchors,) = facts.num_layers, arguments.block_size, arguments.anchors
+    if drafts == "depths":
+        return {"num_depths": arguments.depths, "max_anchors": anchors, "num_layers": arguments.layers}
+    n, (block_size,) = facts.num_layers, arguments.block_size
     return {
         "block_size": block_size,
         "num_layers": arguments.layers,

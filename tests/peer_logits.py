@@ -3,8 +3,8 @@
     python peer_logits.py FOLDER
 
 FOLDER/request.json says which checkpoints to load, and which to make with random weights; FOLDER/inputs.safetensors
-holds one document. For each, FOLDER/NAME.safetensors is written: the logits of every row of the blocks at the given
-anchors, [anchors, B, V_d]. Checkpoints that are made go to FOLDER/NAME.
+holds one document. For each, FOLDER/NAME.safetensors is written: the logits of the tokens that are drafted after the
+given starts, [starts, K, V_d]. Checkpoints that are made go to FOLDER/NAME.
 """
 
 from __future__ import annotations
@@ -17,25 +17,33 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
 from speculators.model import SpeculatorModel
 from speculators.models.dflash import DFlashSpeculatorConfig
 from speculators.models.dflash.core import DFlashDraftModel
+from speculators.models.peagle import core as peagle
+from speculators.models.peagle.config import PEagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import AutoConfig
 
+KINDS = {
+    "dflash": (DFlashSpeculatorConfig, DFlashDraftModel),
+    "peagle": (PEagleSpeculatorConfig, peagle.PEagleDraftModel),
+}
 
-def made(config: dict[str, Any], verifier: str, folder: Path, seed: int) -> None:
-    """A checkpoint with random weights, by the peer's own classes."""
+
+def made(config: dict[str, Any], verifier: str, folder: Path, seed: int, count: int) -> None:
+    """A checkpoint with random weights that drafts *count* tokens, by the peer's own classes."""
+    config_kind, model_kind = KINDS[config["speculators_model_type"]]
     layers = dict(config["transformer_layer_config"])
     layer_config = AutoConfig.for_model(layers.pop("model_type"), **layers)
     layer_config._attn_implementation = "sdpa"
-    count = config["block_size"] - 1
     torch.manual_seed(seed)
-    model = DFlashDraftModel(
-        DFlashSpeculatorConfig(
+    model = model_kind(
+        config_kind(
             **{**config, "transformer_layer_config": layer_config},
             speculators_config=SpeculatorsConfig(
-                algorithm="dflash",
+                algorithm=config["speculators_model_type"],
                 proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=count)],
                 default_proposal_method="greedy",
                 verifier=VerifierConfig.from_pretrained(verifier),
@@ -60,8 +68,8 @@ def made(config: dict[str, Any], verifier: str, folder: Path, seed: int) -> None
 
 
 @torch.no_grad()
-def logits(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[anchors, B, V_d] of the checkpoint in *folder*, as the peer's training forward computes them."""
+def logits(folder: Path, inputs: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    """[starts, K, V_d] of the checkpoint in *folder*, as the peer's training forward computes them."""
     model = SpeculatorModel.from_pretrained(folder, dtype=torch.float32)
     if model._attn_impl != "sdpa":
         # The peer's own default cannot run on a CPU; its choice is made when the model is built.
@@ -69,28 +77,58 @@ def logits(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         config.transformer_layer_config._attn_implementation = "sdpa"
         model = type(model).from_pretrained(folder, config=config, dtype=torch.float32)
     model.eval()
+    return (of_depths if isinstance(model, peagle.PEagleDraftModel) else of_blocks)(model, inputs, count)
+
+
+def of_blocks(model: DFlashDraftModel, inputs: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    """Of the rows of the blocks at the starts, but for the first ones, which predict nothing."""
+    starts = inputs["starts"].shape[0]
     chosen = torch.zeros(1, inputs["input_ids"].shape[0], dtype=torch.bool)
-    chosen[0, inputs["anchors"]] = True
+    chosen[0, inputs["starts"]] = True
     hidden, found, *_ = model._backbone_forward(
         inputs["taps"][None],
         inputs["input_ids"][None],
         chosen,
         inputs["last_hidden"][None],
         torch.zeros_like(chosen, dtype=torch.int64),
-        max_anchors=int(inputs["anchors"].shape[0]),
+        max_anchors=starts,
     )
     assert hidden.shape[1] == found.shape[1]
-    return found.view(inputs["anchors"].shape[0], model.block_size, -1).contiguous()
+    assert model.block_size == count + 1
+    return found.view(starts, model.block_size, -1)[:, 1:].contiguous()
+
+
+def of_depths(model: peagle.PEagleDraftModel, inputs: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    """Of the elements of every depth that continue the starts: its sampling is replaced by this choice."""
+    rows, anchors = inputs["input_ids"].shape[0] - 1, inputs["starts"] - 1  # its rows read the token after their own
+    anchor = torch.cat([torch.arange(rows), *[anchors] * (count - 1)])
+    depth = torch.cat([torch.zeros(rows, dtype=torch.int64)] + [torch.full_like(anchors, d) for d in range(1, count)])
+    peagle.generate_cod_sample_indices = lambda **_: (anchor, depth)
+    found: list[torch.Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda _, __, output: found.append(output[0]))
+    model(
+        hidden_states=inputs["taps"][None, :-1],
+        input_ids=inputs["input_ids"][None, 1:],
+        document_ids=torch.zeros(1, rows, dtype=torch.int64),
+        loss_mask=torch.ones(1, rows),
+        verifier_last_hidden_states=inputs["last_hidden"][None, 1:],
+        num_depths=count,
+        loss_config=resolve_loss_config("kl_div", "eager"),  # its own choice needs Triton
+    )
+    handle.remove()
+    (everything,) = found
+    later = everything[rows:].view(count - 1, anchors.shape[0], -1)
+    return torch.cat((everything[anchors][None], later)).transpose(0, 1).contiguous()
 
 
 def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     inputs = load_file(folder / "inputs.safetensors")
     for seed, (name, config) in enumerate(request["make"].items()):
-        made(config, request["verifier"], folder / name, seed)
+        made(config, request["verifier"], folder / name, seed, request["drafted"])
     for name in [*request["load"], *request["make"]]:
         where = Path(request["load"].get(name, folder / name))
-        save_file({"logits": logits(where, inputs)}, folder / f"{name}.safetensors")
+        save_file({"logits": logits(where, inputs, request["drafted"])}, folder / f"{name}.safetensors")
 
 
 if __name__ == "__main__":

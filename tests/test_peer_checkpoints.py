@@ -1,4 +1,4 @@
-"""DFlash checkpoints exchanged with the peer library: ours load there and theirs here, and the logits are equal.
+"""Checkpoints exchanged with the peer library: ours load there and theirs here, and the logits are equal.
 
 The peer wants an environment of its own, in which `peer_logits.py` runs; `make test-peer` makes it.
 """
@@ -22,32 +22,39 @@ from draftsmith.verifier import read_verifier
 
 pytestmark = [pytest.mark.peer, pytest.mark.slow]
 
-TOKENS, BLOCK, ANCHORS = 40, 6, (1, 2, 7, 15, 16, 33)
+#: Drafts are compared that follow the tokens at STARTS.
+TOKENS, DRAFTED, STARTS = 40, 5, (1, 2, 7, 15, 16, 33)
 LAYER_IDS = (2, 4, 6)
 #: Wider than the document: narrower ones mean something else to the peer (the same context for a whole block).
 WIDE = 64
 
-#: What we export: name → (draft vocabulary, options).
-OURS = {
-    "full": (None, {}),
-    "reduced": (100, {}),
-    "sliding": (None, {"sliding_window": WIDE, "sliding_window_non_causal": False}),
-    "mixed": (100, {"sliding_window": WIDE, "full_attention_indices": (1,)}),
+#: What every draft of an algorithm has: our options, and keys of the peer's configuration.
+OPTIONS = {"dflash": {"block_size": DRAFTED + 1}, "peagle": {"num_depths": DRAFTED}}
+KEYS = {
+    "dflash": {"block_size": DRAFTED + 1, "aux_hidden_state_layer_ids": list(LAYER_IDS)},
+    "peagle": {"eagle_aux_hidden_state_layer_ids": list(LAYER_IDS), "fc_norm": False, "norm_output": False},
 }
-#: What the peer makes: name → (draft vocabulary, keys of its configuration, keys of its layers').
+#: What we export: name → (algorithm, draft vocabulary, options).
+OURS = {
+    "full": ("dflash", None, {}),
+    "reduced": ("dflash", 100, {}),
+    "sliding": ("dflash", None, {"sliding_window": WIDE, "sliding_window_non_causal": False}),
+    "mixed": ("dflash", 100, {"sliding_window": WIDE, "full_attention_indices": (1,)}),
+    "peagle_full": ("peagle", None, {}),
+    "peagle_reduced": ("peagle", 100, {"layer_type": "qwen3", "norm_before_residual": True}),
+    "peagle_bare": ("peagle", None, {"norm_before_fc": False, "train_mask_embedding": False}),
+    "peagle_sliding": ("peagle", 100, {"sliding_window": WIDE}),
+}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": WIDE, "use_sliding_window": True}
+#: What the peer makes: name → (algorithm, draft vocabulary, keys of its configuration, keys of its layers').
 THEIRS = {
-    "peer_full": (320, {}, {}),
-    "peer_reduced": (100, {}, {}),
-    "peer_sliding": (
-        320,
-        {"sliding_window_non_causal": False},
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window": WIDE, "use_sliding_window": True},
-    ),
-    "peer_bidirectional": (
-        320,
-        {"sliding_window_non_causal": True},
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window": WIDE, "use_sliding_window": True},
-    ),
+    "peer_full": ("dflash", 320, {}, {}),
+    "peer_reduced": ("dflash", 100, {}, {}),
+    "peer_sliding": ("dflash", 320, {"sliding_window_non_causal": False}, SLIDING),
+    "peer_bidirectional": ("dflash", 320, {"sliding_window_non_causal": True}, SLIDING),
+    "peer_peagle_full": ("peagle", 320, {"norm_before_fc": True}, {}),
+    "peer_peagle_reduced": ("peagle", 100, {"norm_before_residual": True}, {}),
+    "peer_peagle_llama": ("peagle", 100, {"norm_before_fc": True}, {"model_type": "llama"}),
 }
 
 
@@ -58,11 +65,11 @@ def peer_python() -> str:
     return python
 
 
-def peer_config(verifier, draft_size, own, layers):
+def peer_config(verifier, algorithm, draft_size, own, layers):
     return {
+        "speculators_model_type": algorithm,
         "draft_vocab_size": draft_size,
-        "block_size": BLOCK,
-        "aux_hidden_state_layer_ids": list(LAYER_IDS),
+        **KEYS[algorithm],
         "mask_token_id": verifier.vocab_size - 1,
         **own,
         "transformer_layer_config": {
@@ -90,23 +97,24 @@ def exchanged(tmp_path_factory, export_draft):
     verifier = make_tiny_verifier(folder / "verifier", "qwen3")
     facts = read_verifier(verifier)
     ours = {}
-    for seed, (name, (draft_size, options)) in enumerate(OURS.items()):
+    for seed, (name, (algorithm, draft_size, options)) in enumerate(OURS.items()):
         ours[name] = export_draft(
-            folder / f"ours_{name}", verifier, algorithm="dflash", draft_size=draft_size, seed=seed,
-            block_size=BLOCK, num_layers=2, layer_ids=LAYER_IDS, **options,
+            folder / f"ours_{name}", verifier, algorithm=algorithm, draft_size=draft_size, seed=seed,
+            num_layers=2, layer_ids=LAYER_IDS, **OPTIONS[algorithm], **options,
         )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     inputs = {
         "input_ids": torch.randint(4, 300, (TOKENS,), generator=generator),
         "taps": torch.randn(TOKENS, len(LAYER_IDS) * facts.hidden_size, generator=generator),
         "last_hidden": torch.randn(TOKENS, facts.hidden_size, generator=generator),
-        "anchors": torch.tensor(ANCHORS),
+        "starts": torch.tensor(STARTS),
     }
     save_file(inputs, folder / "inputs.safetensors")
     request = {
         "verifier": str(verifier),
         "load": {name: str(each.folder) for name, each in ours.items()},
         "make": {name: peer_config(facts, *each) for name, each in THEIRS.items()},
+        "drafted": DRAFTED,
     }
     (folder / "request.json").write_text(json.dumps(request))
     done = subprocess.run(
@@ -118,20 +126,19 @@ def exchanged(tmp_path_factory, export_draft):
 
 
 def drafted(folder, registry, exchanged):
-    """Our logits [anchors, B - 1, V_d] from the checkpoint in *folder*, by the serving path."""
+    """Our logits [starts, K, V_d] from the checkpoint in *folder*, by the serving path."""
     algorithm, model, _ = load_draft(folder, registry, verifier=exchanged.verifier)
     drafter = algorithm.drafter(model)
     ids, taps = exchanged.inputs["input_ids"], exchanged.inputs["taps"]
     rows = []
-    for anchor in ANCHORS:
+    for start in STARTS:
         drafter.reset()
-        rows.append(drafter.propose(ids[: anchor + 1], taps[:anchor], BLOCK - 1))
+        rows.append(drafter.propose(ids[: start + 1], taps[:start], DRAFTED))
     return torch.stack(rows)
 
 
 def assert_equal_logits(exchanged, name, ours):
-    # The peer's anchor row predicts nothing.
-    theirs = load_file(exchanged.folder / f"{name}.safetensors")["logits"][:, 1:]
+    theirs = load_file(exchanged.folder / f"{name}.safetensors")["logits"]
     assert theirs.shape == ours.shape
     assert ours.std() > 0.1, "logits all alike would agree with anything"
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
