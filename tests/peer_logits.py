@@ -76,6 +76,11 @@ def logits(folder: Path, inputs: dict[str, torch.Tensor], count: int) -> torch.T
         config = model.config
         config.transformer_layer_config._attn_implementation = "sdpa"
         model = type(model).from_pretrained(folder, config=config, dtype=torch.float32)
+    if isinstance(model, peagle.PEagleDraftModel):
+        # What a file leaves out is the verifier's, as in vLLM; this class leaves it uninitialised.
+        stored = load_file(folder / "model.safetensors").keys()
+        left_out = {name: f"{name}.weight" not in stored for name in ("embed_tokens", "lm_head")}
+        model._load_verifier_weights(**{f"overwrite_{name}": missing for name, missing in left_out.items()})
     model.eval()
     return (of_depths if isinstance(model, peagle.PEagleDraftModel) else of_blocks)(model, inputs, count)
 
