@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.checkpoint.card import speculative_config
 from draftsmith.checkpoint.export import write_export
 from draftsmith.errors import CheckpointError
 from draftsmith.interfaces import ExportContext, TensorSpec
@@ -54,17 +55,12 @@ class Loader:
         (checkpoint / "config.json").write_text(json.dumps(self.config))
         self.tensors: Tensors = self.case.format.tensors(model, context)
         plan = self.case.format.serving(self.config)
-        speculative = {
-            "method": plan.method,
-            "model": str(checkpoint),
-            "num_speculative_tokens": self.case.num_steps,
-        }
         arguments = EngineArgs(
             model=str(material.facts.path),
             dtype="float32",
             max_model_len=256,
             enforce_eager=True,
-            speculative_config=speculative,
+            speculative_config=speculative_config(plan, str(checkpoint)),
         )
         engine = arguments.create_engine_config()
         with set_current_vllm_config(engine):

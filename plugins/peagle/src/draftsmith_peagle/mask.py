@@ -31,37 +31,10 @@ def element_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "
     Raises:
         ConfigError: a form that only the built-in rule has, with another rule.
     """
-    if type(rule) is Chained:
-        chosen: Literal["linear", "dense", "flex"] = "linear" if form == "auto" else form
+    if type(rule) is not Chained:
+        refuse_other_forms(rule, form, "chained")
+    chosen: Literal["linear", "dense", "flex"] = "linear" if form == "auto" else form
 
-        def attend(
-            row_query: Tensor,
-            row_key: Tensor,
-            row_value: Tensor,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            chains: Continuations,
-        ) -> tuple[Tensor, Tensor]:
-            rows = chained_attention(
-                row_query,
-                row_key,
-                row_value,
-                document_lengths=chains.document_lengths,
-                window=rule.window,
-                form=chosen,
-            )
-            elements = continued_attention(
-                query, row_key, row_value, key, value, chains, window=rule.window, form=chosen
-            )
-            return rows, elements
-
-        return attend
-    refuse_other_forms(rule, form, "chained")
-    return _dense(rule)
-
-
-def _dense(rule: MaskRule) -> Attend:
     def attend(
         row_query: Tensor,
         row_key: Tensor,
@@ -71,6 +44,13 @@ def _dense(rule: MaskRule) -> Attend:
         value: Tensor,
         chains: Continuations,
     ) -> tuple[Tensor, Tensor]:
+        if type(rule) is Chained:
+            lengths, window = chains.document_lengths, rule.window
+            rows = chained_attention(
+                row_query, row_key, row_value, document_lengths=lengths, window=window, form=chosen
+            )
+            elements = continued_attention(query, row_key, row_value, key, value, chains, window=window, form=chosen)
+            return rows, elements
         total, device = row_query.shape[0], query.device
         slots = concatenate_slots([chains.real_slots(total, device), chains.slots(device)])
         queries, keys, values = (torch.cat(each) for each in ((row_query, query), (row_key, key), (row_value, value)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
-from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, PackedRow
+from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, MaskRule, PackedRow
 from draftsmith_peagle.batch import Batch, make_batch
 from draftsmith_peagle.mask import element_attention
 from draftsmith_peagle.model import PEagleDraft
@@ -25,6 +27,12 @@ class PEagle(DraftAlgorithm):
         super().__init__(setup)
         self.options: PEagleOptions = setup.options
         self.attend = element_attention(setup.mask, setup.attention)
+
+    @classmethod
+    def check_attention(
+        cls, options: PEagleOptions, mask: MaskRule, form: Literal["auto", "linear", "dense", "flex"]
+    ) -> None:
+        element_attention(mask, form)
 
     def build_model(self) -> nn.Module:
         model = self.setup.architecture(self.setup)  # type: ignore[call-arg]
