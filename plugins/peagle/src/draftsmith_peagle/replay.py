@@ -88,6 +88,6 @@ class PEagleDrafter(NetworkDrafter):
         hidden = self.layers(
             embedding, hidden, rows.position, rows.visible(self.config.sliding_window), self.empty_caches()
         )
-        own = hidden[count:].view(starts, masks, -1)
+        own = hidden[count:].view(starts, masks, self.config.hidden_size)
         drafting = torch.cat((hidden[verified - 1][:, None], own), dim=1)  # [starts, K, H]
         return self.norm(drafting, self.model.norm.weight) @ self.head.T
