@@ -104,12 +104,20 @@ def test_lint_loading_and_vllm_agree_on_every_name(loader: Loader, change: str) 
     assert (not loader.unknown(tensors) and not missing) is taken, "lint and vLLM"
 
 
-def test_a_mask_row_reads_in_vllm_what_it_was_trained_to_read(loader: Loader) -> None:
+class _PlainLinear:
+    """In place of vLLM's kernel for a linear layer, which weights are prepared for once all are loaded."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer.get_parameter("weight"), bias)
+
+
+def test_a_mask_row_reads_in_vllm_what_it_was_trained_to_read(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding that vLLM looks up for the mask token, and the hidden state that it puts beside it."""
     assert loader.load_theirs(dict(loader.tensors)) is not None
     ours = loader.case.algorithm.build_model()
     loader.case.format.load(ours, loader.tensors, loader.config)
     theirs, token = loader.theirs, loader.config["mask_token_id"]
+    monkeypatch.setattr(theirs.model.fc, "quant_method", _PlainLinear())
     with torch.no_grad():
         torch.testing.assert_close(theirs.embed_input_ids(torch.tensor([token])), ours.mask_row())  # type: ignore[operator]
         hidden = theirs.combine_hidden_states(theirs.mask_hidden.view(-1))
