@@ -160,7 +160,7 @@ class _Resolver:
             if verifier is not None and requirements is not None and schema is not None:
                 self.warm_start(schema, options, verifier, requirements)
         if verifier is not None:
-            self.vocabulary(verifier)
+            self.vocabulary(verifier, algorithm)
             self.length(verifier)
             engine = self.engine(verifier)
         self.raise_problems()
@@ -409,8 +409,15 @@ class _Resolver:
             )
         return wanted
 
-    def vocabulary(self, verifier: api.VerifierFacts) -> None:
+    def vocabulary(self, verifier: api.VerifierFacts, algorithm: api.Algorithm | None) -> None:
         size = self.recipe.vocabulary.draft_size
+        if algorithm is not None and algorithm.full_vocabulary and size not in (None, verifier.vocab_size):
+            self.report(
+                "vocabulary.draft_size",
+                f"drafts of {algorithm.name} propose every token of the verifier's vocabulary, not {size} of them",
+                "leave it out",
+            )
+            return
         if size is not None and size > verifier.vocab_size:
             self.report(
                 "vocabulary.draft_size",

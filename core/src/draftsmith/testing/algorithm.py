@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,15 +116,28 @@ class AlgorithmCase:
 
 
 def make_material(
-    folder: Path, family: str = "llama", *, seed: int = 0, num_layers: int = 8, **changes: Any
+    folder: Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    num_layers: int = 8,
+    finish: Callable[[Path], None] | None = None,
+    **changes: Any,
 ) -> Material:
-    """Write a tiny verifier to *folder* and run it over three documents: single turn, two turns, and a short one."""
+    """Write a tiny verifier to *folder* and run it over three documents: single turn, two turns, and a short one.
+
+    Args:
+        finish: what else is done to the written folder before it is read, such as adding tensors to the verifier.
+        changes: to the verifier's configuration.
+    """
     from draftsmith.capture.engines.transformers import hidden_states, load_verifier
     from draftsmith.testing.verifiers import make_tiny_verifier
     from draftsmith.verifier import read_verifier
     from draftsmith.verifier_weights import load_verifier_weights
 
     make_tiny_verifier(folder, family, seed=seed, num_layers=num_layers, **changes)
+    if finish is not None:
+        finish(folder)
     facts = read_verifier(folder)
     documents = _documents(facts.vocab_size - 8, torch.Generator().manual_seed(seed))
     model = load_verifier(folder, dtype=torch.float32, device=torch.device("cpu"))
