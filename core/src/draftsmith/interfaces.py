@@ -481,9 +481,9 @@ class CheckpointFormat(ABC):
     """Reads, writes and checks one exported format. Built as ``cls()``.
 
     Attributes:
-        native: config.json is that of a model which vLLM knows by ``model_type`` and ``architectures``, and the tensors
-            have its names; only what says who drafts, for whom, and how many tokens is added. What a linter asks of
-            the layers of a draft is then left to :meth:`lint`.
+        native: config.json is that of a model which vLLM knows by ``model_type`` and ``architectures``, and the
+            tensors have its names; only what says who drafts, for whom, and how many tokens is added. What a linter
+            asks of the layers of a draft is then left to :meth:`lint`.
     """
 
     native: ClassVar[bool] = False

@@ -13,7 +13,6 @@ Contract: ``vllm/config/speculative.py`` (which configurations have a head), ``v
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import metadata
@@ -233,7 +232,7 @@ FAMILIES = (
         concatenation="hidden_embedding",
         feeds="raw",
         zeroes_first=True,
-        network="draftsmith_mtp.model:MimoHead",
+        network="draftsmith_mtp.mimo:MimoHead",
     ),
     MtpFamily(
         name="qwen3_5",

@@ -47,7 +47,7 @@ def model_config(folder: Path) -> dict[str, Any]:
 def head_tensors(
     family: MtpFamily, config: Mapping[str, Any], present: Mapping[str, TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Those of a model's tensors that make its head, under the model's names; copies of embedding and head left out."""
+    """Those of a model's tensors that make its head, under the model's names; copies of what it shares left out."""
     return {name: spec for name, spec in present.items() if family.own_name(name, config) is not None}
 
 

@@ -58,9 +58,7 @@ def chain_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "fl
     if type(rule) is StepByStep and chosen != "dense":
         # One step's rows among themselves are a causal sequence, as step 0 of a chain is.
         def step_by_step(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]) -> Tensor:
-            return chained_attention(
-                query, *steps[-1], document_lengths=lengths, window=rule.window, form=chosen
-            )
+            return chained_attention(query, *steps[-1], document_lengths=lengths, window=rule.window, form=chosen)
 
         return step_by_step
     refuse_other_forms(rule, form, "chained")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, le
@@ -66,7 +65,11 @@ def _head_problems(family: MtpFamily, verifier: VerifierFacts) -> Iterator[Probl
     count = family.num_layers(text)
     found = head_tensors(family, text, tensor_specs(verifier.path))
     if count == 0 or not found:
-        why = f"{family.layers_key} is {text.get(family.layers_key)!r}" if count == 0 else "its files hold no tensor of it"
+        why = (
+            f"{family.layers_key} is {text.get(family.layers_key)!r}"
+            if count == 0
+            else "its files hold no tensor of it"
+        )
         yield Problem(
             f"the verifier has no multi-token-prediction head: {why}",
             where=where,
@@ -75,7 +78,7 @@ def _head_problems(family: MtpFamily, verifier: VerifierFacts) -> Iterator[Probl
         return
     if count > 1:
         yield Problem(
-            f"the head has {count} layers, each for a token of its own; training knows heads of one, used again and again",
+            f"the head has {count} layers, each for a token of its own; training knows heads of one layer",
             where=where,
         )
         return
@@ -95,7 +98,7 @@ def _shape_problems(
 ) -> Iterator[Problem]:
     """The skeleton's shapes; the decoder layer's are compared with the network when it is built."""
     text, width = verifier.text_config, verifier.hidden_size
-    wanted = {"input_proj.weight": (width, 2 * width)}
+    wanted: dict[str, tuple[int, ...]] = {"input_proj.weight": (width, 2 * width)}
     wanted |= {f"{name}.weight": (width,) for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
     for own, shape in wanted.items():
         name = family.model_name(own, text)
