@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import field, frozen
@@ -15,6 +16,10 @@ from draftsmith_mtp.families import MtpFamily, family_of
 from draftsmith_mtp.head import head_tensors
 
 __all__ = ["MtpOptions", "check", "max_speculative_tokens", "requirements"]
+
+
+#: The model's tensors within a decoder layer: its number, and the name below.
+_IN_A_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
 def _help(text: str) -> dict[str, str]:
@@ -80,6 +85,7 @@ def _head_problems(family: MtpFamily, verifier: VerifierFacts) -> Iterator[Probl
         yield Problem(
             f"the head has {count} layers, each for a token of its own; training knows heads of one layer",
             where=where,
+            hint="use a model whose head has one layer",
         )
         return
     if family.network is None:
@@ -96,7 +102,6 @@ def _head_problems(family: MtpFamily, verifier: VerifierFacts) -> Iterator[Probl
 def _shape_problems(
     family: MtpFamily, verifier: VerifierFacts, found: Mapping[str, tuple[int, ...]], where: str
 ) -> Iterator[Problem]:
-    """The skeleton's shapes; the decoder layer's are compared with the network when it is built."""
     text, width = verifier.text_config, verifier.hidden_size
     wanted: dict[str, tuple[int, ...]] = {"input_proj.weight": (width, 2 * width)}
     wanted |= {f"{name}.weight": (width,) for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
@@ -105,11 +110,36 @@ def _shape_problems(
         if name not in found:
             yield Problem(f"the head's tensor {name} is missing", where=where, hint="download the model again")
         elif found[name] != shape:
-            yield Problem(
-                f"the head's tensor {name} has shape {list(found[name])}, the configuration makes it {list(shape)}",
-                where=where,
-                hint="configuration and weights belong to different models",
-            )
+            yield _other_shape(name, found[name], shape, where)
+    layers = _layer_shapes(family, verifier)
+    for name, shape in found.items():
+        below = str(family.own_name(name, text)).removeprefix("layer.")
+        if layers.get(below, shape) != shape:
+            yield _other_shape(name, shape, layers[below], where)
+
+
+def _other_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str) -> Problem:
+    return Problem(
+        f"the head's tensor {name} has shape {list(found)}, the model makes it {list(wanted)}",
+        where=where,
+        hint="the head belongs to another model",
+    )
+
+
+def _layer_shapes(family: MtpFamily, verifier: VerifierFacts) -> dict[str, tuple[int, ...]]:
+    """Shapes of the model's own decoder layers, which its head's layer has too, by the names below a layer's prefix.
+
+    Where layers differ, the last one of a name counts: families whose first layers are dense have a sparse head.
+    """
+    shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for name, spec in tensor_specs(verifier.path).items():
+        place = _IN_A_LAYER.fullmatch(name)
+        if place is None or family.belongs(name, verifier.text_config):
+            continue
+        number, below = int(place[1]), place[2]
+        if number >= shapes.get(below, (0, ()))[0]:
+            shapes[below] = number, spec.shape
+    return {below: shape for below, (_, shape) in shapes.items()}
 
 
 def _rope_problems(verifier: VerifierFacts, where: str) -> Iterator[Problem]:

@@ -48,7 +48,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
     return [
         api.Algorithm(
             name="mtp",
-            summary="the verifier's own multi-token-prediction head, trained to draft several tokens (arXiv 2509.18362)",
+            summary="the verifier's own multi-token-prediction head, finetuned for several tokens (arXiv 2509.18362)",
             implementation="draftsmith_mtp.step:Mtp",
             options=MtpOptions,
             architecture="mtp",
