@@ -147,13 +147,13 @@ def serve(
         required_environment(plan) | (v2_environment() if plan.needs_v2_runner else {}) for plan in plans.values()
     ]
     assert all(each == needed[0] for each in needed)
-    requests = [_request(material, "alone", str(material.folder), {})]
+    requests = [request(material, "alone", str(material.folder), {})]
     for name, plan in plans.items():
         checkpoint = str(exports[name].folder)
         beside = {"speculative_config": speculative_config(plan, checkpoint)}
-        requests.append(_request(material, f"{name}-beside", str(material.folder), {**plan.engine, **beside}))
+        requests.append(request(material, f"{name}-beside", str(material.folder), {**plan.engine, **beside}))
         if name in as_model:
-            requests.append(_request(material, f"{name}-as_model", checkpoint, plan.engine))
+            requests.append(request(material, f"{name}-as_model", checkpoint, plan.engine))
     results = run_engines(requests, folder, required=needed[0])
     served = {}
     for name, plan in plans.items():
@@ -170,7 +170,7 @@ def _environment(plan: ServingPlan) -> dict[str, str]:
     return required_environment(plan) | (v2_environment() if plan.needs_v2_runner else {})
 
 
-def _request(material: Material, name: str, model: str, further: Mapping[str, Any]) -> EngineRequest:
+def request(material: Material, name: str, model: str, further: Mapping[str, Any]) -> EngineRequest:
     return EngineRequest(
         name=name,
         engine={

@@ -117,7 +117,7 @@ class AlgorithmCase:
 
 def make_material(
     folder: Path,
-    family: str = "llama",
+    family: str | Callable[..., Any] = "llama",
     *,
     seed: int = 0,
     num_layers: int = 8,
@@ -127,6 +127,7 @@ def make_material(
     """Write a tiny verifier to *folder* and run it over three documents: single turn, two turns, and a short one.
 
     Args:
+        family: as of ``make_tiny_verifier``.
         finish: what else is done to the written folder before it is read, such as adding tensors to the verifier.
         changes: to the verifier's configuration.
     """

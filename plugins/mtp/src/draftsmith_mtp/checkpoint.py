@@ -51,8 +51,8 @@ class MtpCheckpoint(CheckpointFormat):
         assert isinstance(model, MtpDraft)
         verifier = context.setup.verifier
         family, config = model.family, verifier.text_config
-        shapes = {str(family.own_name(name, config)): spec.shape for name, spec in _native(family, verifier).items()}
-        return {family.model_name(own, config): tensor for own, tensor in model.head.stored(shapes).items()}
+        names = [str(family.own_name(name, config)) for name in _native(family, verifier)]
+        return {family.model_name(own, config): tensor for own, tensor in model.head.stored(names).items()}
 
     def expected_tensors(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return recorded_tensors(config)

@@ -242,6 +242,7 @@ FAMILIES = (
         prefix="mtp.",
         names=_QWEN_NAMES,
         layer="layers.{index}.",
+        network="draftsmith_mtp.layers:Qwen3Head",
     ),
     MtpFamily(
         name="qwen3_next",
@@ -251,6 +252,7 @@ FAMILIES = (
         prefix="mtp.",
         names=_QWEN_NAMES,
         layer="layers.{index}.",
+        network="draftsmith_mtp.layers:Qwen3Head",
     ),
     MtpFamily(
         name="deepseek_v3",
@@ -260,6 +262,7 @@ FAMILIES = (
         names=_DEEPSEEK_NAMES,
         copies=("embed_tokens.weight", "shared_head.head.weight"),
         zeroes_first=True,
+        network="draftsmith_mtp.layers:TransformersHead",
     ),
     MtpFamily(
         name="glm4_moe",
@@ -270,5 +273,6 @@ FAMILIES = (
         copies=("embed_tokens.weight", "shared_head.head.weight"),
         recycles="raw",
         zeroes_first=True,
+        network="draftsmith_mtp.layers:TransformersHead",
     ),
 )

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from draftsmith.api import VerifierFacts
 from draftsmith.layer_config import LayerConfig
-from draftsmith.layers import Attention, Mlp, RMSNorm, RotaryEmbedding
-from draftsmith_mtp.model import HeadLayer, LayerPass, MtpHead
+from draftsmith.layers import Attention, Mlp, RMSNorm, RotaryEmbedding, RotaryTable
+from draftsmith_mtp.model import AttendRows, HeadLayer, LayerPass, MtpHead, chosen_rows
 
 __all__ = ["MimoHead", "Qwen2Layer"]
 
@@ -42,23 +42,17 @@ class _Qwen2Pass(LayerPass):
         self.of_query = self.attention.qkv[:size], self.attention.qkv_bias[:size]
         self.of_key_value = self.attention.qkv[size:], self.attention.qkv_bias[size:]
 
-    def normed(self, hidden: Tensor) -> Tensor:
-        normed: Tensor = self.layer.input_layernorm(hidden)
-        return normed
-
-    def query(self, normed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        table = self.layer.rotary(positions)
-        return self.layer.self_attn.query(F.linear(normed, *self.of_query), self.attention, table), None
-
-    def key_value(self, normed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        table = self.layer.rotary(positions)
-        return self.layer.self_attn.key_value(F.linear(normed, *self.of_key_value), self.attention, table)
-
-    def output(self, attended: Tensor, gate: Tensor | None) -> Tensor:
-        return F.linear(attended, self.attention.o)
-
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        return self.layer.mlp.apply_fused(self.layer.post_attention_layernorm(hidden), self.mlp)
+    def __call__(self, hidden: Tensor, positions: Tensor, wanted: Tensor | None, attend: AttendRows) -> Tensor:
+        layer, attention = self.layer, self.layer.self_attn
+        normed = layer.input_layernorm(hidden)
+        table = layer.rotary(positions)
+        key, value = attention.key_value(F.linear(normed, *self.of_key_value), self.attention, table)
+        if wanted is not None:
+            hidden, normed = chosen_rows(hidden, wanted), chosen_rows(normed, wanted)
+            table = RotaryTable(*(chosen_rows(each, wanted) for each in table))
+        query = attention.query(F.linear(normed, *self.of_query), self.attention, table)
+        hidden = hidden + F.linear(attend(query, key, value, wanted).flatten(1), self.attention.o)
+        return hidden + layer.mlp.apply_fused(layer.post_attention_layernorm(hidden), self.mlp)
 
 
 class MimoHead(MtpHead):

@@ -11,7 +11,7 @@ Shapes: R rows, n chains alive, H width, h query heads, g key heads, d head dime
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pkgutil import resolve_name
 from typing import ClassVar
 
@@ -30,31 +30,27 @@ from draftsmith_mtp.families import MtpFamily, family_of
 from draftsmith_mtp.head import head_tensors
 from draftsmith_mtp.mask import Attend
 
-__all__ = ["HeadLayer", "LayerPass", "MtpDraft", "MtpHead", "fit_tensors"]
+__all__ = ["AttendRows", "HeadLayer", "LayerPass", "MtpDraft", "MtpHead", "chosen_rows", "fit_tensors"]
+
+
+#: (queries [n, h, d], keys and values [N, g, d] of the rows that came in, which of those the queries are of or None:
+#: all) → [n, h, d]. *Who sees whom* is the recursion's business. Scores are scaled by 1/sqrt(d).
+AttendRows = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class LayerPass(ABC):
-    """A decoder layer during one forward pass. *Who sees whom* is the recursion's business: attention is not here."""
+    """A decoder layer during one forward pass."""
 
     @abstractmethod
-    def normed(self, hidden: Tensor) -> Tensor:
-        """[N, H] → what attention is projected from."""
+    def __call__(self, hidden: Tensor, positions: Tensor, wanted: Tensor | None, attend: AttendRows) -> Tensor:
+        """Rows [N, H] at int64 *positions* [N] through the layer.
 
-    @abstractmethod
-    def query(self, normed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries [N, h, d], rotated, and a gate for :meth:`output`, or None."""
+        Args:
+            wanted: places of the rows that go out; None: all. Of the others nothing but keys and values is needed.
 
-    @abstractmethod
-    def key_value(self, normed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, rotated, and values, [N, g, d] each."""
-
-    @abstractmethod
-    def output(self, attended: Tensor, gate: Tensor | None) -> Tensor:
-        """What attention gives, [N, h * d], → what is added to the residual, [N, H]."""
-
-    @abstractmethod
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        """[N, H] → what is added to the residual: norm and feed-forward."""
+        Returns:
+            [n, H].
+        """
 
 
 class HeadLayer(nn.Module, ABC):
@@ -86,8 +82,8 @@ class MtpHead(nn.Module):
         self.layer = layer
         self.final_layernorm = norm()
 
-    def stored(self, names: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Own name → tensor, as the model's files hold them; *names* are those of the files, with shapes."""
+    def stored(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Own name → tensor, as the model's files hold them; *names* are those that they hold."""
         return {name: tensor.detach() for name, tensor in self.state_dict().items()}
 
     def load_stored(self, tensors: Mapping[str, Tensor]) -> None:
@@ -184,10 +180,10 @@ class MtpDraft(nn.Module, DraftArchitecture):
             if continue_all:
                 raw = run.step(step, hidden, None, None)
                 hidden = self._recycled(raw, None if self.family.recycles == "raw" else self.head.final_layernorm(raw))
-                outputs.append(self.head.final_layernorm(_chosen(raw, alive.rows)))
+                outputs.append(self.head.final_layernorm(chosen_rows(raw, alive.rows)))
                 continue
             rows = alive.rows if step else None
-            raw = run.step(step, _chosen(hidden, alive.kept) if step else hidden, rows, alive.rows)
+            raw = run.step(step, chosen_rows(hidden, alive.kept) if step else hidden, rows, alive.rows)
             outputs.append(self.head.final_layernorm(raw))
             # From here on the verifier's hidden states do not exist yet: the head's own stand in, at the row.
             hidden = self._recycled(raw, outputs[-1])
@@ -204,7 +200,7 @@ def _network(family: MtpFamily) -> Callable[[VerifierFacts], MtpHead]:
     return found
 
 
-def _chosen(x: Tensor, rows: Tensor) -> Tensor:
+def chosen_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x[rows]. The backward of index_select adds whole rows; that of indexing adds elements, serially on CPUs."""
     return x.index_select(0, rows)
 
@@ -241,18 +237,15 @@ class _ForwardPass:
         positions = self.batch.positions + step
         if rows is not None:
             positions = positions[rows]
-        normed = self.layer.normed(mixed)
-        key, value = self.layer.key_value(normed, positions)
-        self.cache.append((self._spread(key, rows), self._spread(value, rows)))
-        if rows is None and wanted is not None:
-            # At step 0 every row leaves keys and values; queries are needed for the chains alone.
-            mixed, normed, positions = _chosen(mixed, wanted), _chosen(normed, wanted), positions[wanted]
-        query, gate = self.layer.query(normed, positions)
-        attended = self.attend(self._spread(query, wanted), self.cache, self.batch.document_lengths).flatten(1)
-        if wanted is not None:
-            attended = _chosen(attended, wanted)
-        hidden = mixed + self.layer.output(attended, gate)
-        return hidden + self.layer.feed_forward(hidden)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor | None) -> Tensor:
+            self.cache.append((self._spread(key, rows), self._spread(value, rows)))
+            of_query = rows if chosen is None else chosen  # rows come in whole wherever a part of them is chosen
+            attended = self.attend(self._spread(query, of_query), self.cache, self.batch.document_lengths)
+            return attended if of_query is None else chosen_rows(attended, of_query)
+
+        # At step 0 every row leaves keys and values; the rest is needed for the chains alone.
+        return self.layer(mixed, positions, wanted if rows is None else None, attend)
 
     def _embedding_share(self, step: int, rows: Tensor | None) -> Tensor:
         """The projection's part that the token alone decides, [n, H]."""
@@ -264,7 +257,7 @@ class _ForwardPass:
         # Row t reads x_{t+1+k} at step k: the token of row t + k, which is in its document wherever a chain is alive.
         total = self.share.shape[0]
         tokens = torch.arange(step, total + step, device=self.share.device) if rows is None else rows + step
-        return _chosen(self.share, tokens.clamp(max=total - 1))
+        return chosen_rows(self.share, tokens.clamp(max=total - 1))
 
     def _spread(self, chosen: Tensor, rows: Tensor | None) -> Tensor:
         """[n, …] of some rows → [R, …], zero elsewhere; nobody reads a row whose chain has ended."""

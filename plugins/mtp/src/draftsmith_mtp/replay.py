@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pkgutil import resolve_name
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from attrs import define
@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from draftsmith import reference
 from draftsmith.interfaces import Drafter
+from draftsmith_mtp.layers import TransformersLayer
 from draftsmith_mtp.mimo import Qwen2Layer
 from draftsmith_mtp.model import MtpDraft, MtpHead
 
-__all__ = ["MtpDrafter", "SlowLayer", "SlowQwen2"]
+__all__ = ["MtpDrafter", "SlowLayer", "SlowQwen2", "SlowTransformers"]
 
 _VERIFIED = -1
 
@@ -171,3 +172,27 @@ class SlowQwen2(SlowLayer):
         self.key = torch.cat((self.key, key))
         self.value = torch.cat((self.value, projected(attention.v_proj, config.num_key_value_heads)))
         return reference.attention(query, self.key, self.value, visible) @ attention.o_proj.weight.T
+
+
+class SlowTransformers(SlowLayer):
+    """The layer as transformers runs it in generation: the whole of it, with its own cache."""
+
+    def __init__(self, head: MtpHead) -> None:
+        from transformers import DynamicCache
+
+        super().__init__(head)
+        assert isinstance(head.layer, TransformersLayer)
+        self.layer: Any = head.layer
+        self.cache = DynamicCache()
+
+    def __call__(self, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        layer = self.layer
+        attended, _ = layer.self_attn(
+            hidden_states=layer.input_layernorm(hidden)[None],
+            position_embeddings=layer.tables(hidden, positions),
+            attention_mask=visible[None, None],
+            past_key_values=self.cache,
+        )
+        hidden = hidden + attended[0]
+        fed: Tensor = layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
+        return hidden + fed
