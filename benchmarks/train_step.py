@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py --peer-python /path/to/peer/bin/python
     python benchmarks/train_step.py --algorithm dflash --block-size 8 16 --peer-python …
+    python benchmarks/train_step.py --algorithm mtp --peer-python …
     python benchmarks/train_step.py --tokens 1024 --draft-vocabulary 8192            # ours alone
     python benchmarks/train_step.py --algorithm dflash --anchors 64 256 1024         # memory against anchors
 
@@ -12,6 +13,9 @@ without bf16 matrix instructions. After each case a line compares ours with the 
 
 Blocks hang on `--anchors` anchors of the row: ours have a budget per document, here the one that comes closest
 (`anchors` says how many there are); the peer draws so many from the row.
+
+Native heads (mtp) draft all tokens, and belong to a model: ours is of MiMo's layout (tools/make_mimo.py), the peer's
+of Qwen's with an ordinary qwen3 layer, which it knows, both of the same sizes and with random heads.
 
 The share of the matmul peak is (floating-point operations of the step's matrix products and attention, as torch's
 counter sees them) / (step time x rate of a 1024 x 576 x 8192 product measured beside it).
@@ -42,13 +46,20 @@ class Kind(NamedTuple):
     Attributes:
         lost: tokens of a document that are no draft position.
         anchored: whether it drafts blocks at anchors, rather than steps from every row.
+        native: whether it is the verifier's own head, so that the verifier must have one.
     """
 
     lost: int
     anchored: bool
+    native: bool = False
 
 
-KINDS = {"eagle3": Kind(1, False), "dflash": Kind(0, True), "dspark": Kind(0, True)}
+KINDS = {
+    "eagle3": Kind(1, False),
+    "dflash": Kind(0, True),
+    "dspark": Kind(0, True),
+    "mtp": Kind(0, False, native=True),
+}
 
 
 def parse() -> argparse.Namespace:
@@ -62,15 +73,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-python", type=Path, default=None)
     parser.add_argument("--peer-dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 2048])
-    parser.add_argument("--draft-vocabulary", type=int, nargs="*", default=[8192, 49152])
-    parser.add_argument("--ttt-steps", type=int, default=3, help="eagle3")
+    parser.add_argument("--draft-vocabulary", type=int, nargs="*", default=None, help="mtp: all; else 8192 and 49152")
+    parser.add_argument("--ttt-steps", type=int, default=3, help="eagle3, mtp")
     parser.add_argument("--block-size", type=int, nargs="*", default=[8, 16], help="dflash, dspark")
     parser.add_argument("--anchors", type=int, nargs="*", default=[128], help="dflash, dspark: in the whole row")
     parser.add_argument("--layers", type=int, default=3, help="dflash, dspark")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.draft_vocabulary is None:
+        arguments.draft_vocabulary = [49152] if KINDS[arguments.algorithm].native else [8192, 49152]
+    return arguments
 
 
 def main() -> None:
@@ -213,11 +227,13 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
     dtype = resolve_dtype("auto", device)
     registry = load_plugins()
     item = registry.algorithms.get(arguments.algorithm)
-    facts = read_verifier(arguments.verifier)
+    facts = read_verifier(with_native_head(arguments) if KINDS[arguments.algorithm].native else arguments.verifier)
     weights = load_verifier_weights(facts)
     (size,), (tokens,) = arguments.draft_vocabulary, arguments.tokens
     vocabulary = build_vocabulary(read_counts(arguments.data), None if size >= facts.vocab_size else size)
     row = pack_documents(arguments.data, tokens, lost=KINDS[arguments.algorithm].lost)
+    if KINDS[arguments.algorithm].native:
+        row = attrs.evolve(row, taps=row.last_hidden)
     options = item.options(**chosen_options(arguments, facts, row))
     setup = AlgorithmSetup(
         options=options,
@@ -246,7 +262,7 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
     if KINDS[arguments.algorithm].anchored:
         counts |= {"anchors": len(batch.blocks), "block_size": options.block_size, "layers": options.num_layers}
     else:
-        counts |= {"ttt_steps": options.ttt_steps}
+        counts |= {"ttt_steps": arguments.ttt_steps}
     objective = Objective(
         algorithm=algorithm,
         model=model,
@@ -261,6 +277,8 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
 
 def chosen_options(arguments: argparse.Namespace, facts: Any, row: Any) -> dict[str, Any]:
     """The algorithm's options: as the peer's defaults where the command line does not say."""
+    if KINDS[arguments.algorithm].native:
+        return {"num_steps": arguments.ttt_steps}
     if not KINDS[arguments.algorithm].anchored:
         return {"ttt_steps": arguments.ttt_steps}
     n, (block_size,), (anchors,) = facts.num_layers, arguments.block_size, arguments.anchors
@@ -270,6 +288,16 @@ def chosen_options(arguments: argparse.Namespace, facts: Any, row: Any) -> dict[
         "layer_ids": (2, n // 2, n - 3),
         "max_anchors": budget_per_document(row, anchors),
     }
+
+
+def with_native_head(arguments: argparse.Namespace) -> Path:
+    """The verifier with a random native head, made beside the data once."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    from make_mimo import make
+
+    folder = arguments.data / f"{arguments.verifier.name}-mimo"
+    make(arguments.verifier.absolute(), folder, seed=0)
+    return folder
 
 
 def budget_per_document(row: Any, anchors: int) -> int:

@@ -94,7 +94,7 @@ def make(source: Path, target: Path, seed: int) -> None:
         shutil.copytree(source, folder)
         add_head(folder, seed)
         os.replace(folder, target)
-    print(f"model: {target} is ready", flush=True)
+    print(f"model: {target} is ready", file=sys.stderr, flush=True)
 
 
 def main() -> int:
