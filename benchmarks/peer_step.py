@@ -48,8 +48,8 @@ def parse() -> argparse.Namespace:
 
 
 def with_native_head(verifier: Path, data: Path) -> Path:
-    """A folder of the verifier's sizes in the one native layout with an ordinary layer that the peer knows: qwen3, with
-    a random head. Of the rest, embedding and norm are all that it reads."""
+    """A folder of the verifier's sizes in the one native layout with an ordinary layer that the peer knows: qwen3,
+    with a random head. Of the rest, embedding and norm are all that it reads."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file

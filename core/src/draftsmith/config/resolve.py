@@ -162,7 +162,7 @@ class _Resolver:
         if verifier is not None:
             self.vocabulary(verifier, algorithm)
             self.length(verifier)
-            engine = self.engine(verifier)
+            engine = self.engine(verifier, requirements)
         self.raise_problems()
         # Everything below is there: what is missing has left a problem.
         return ResolvedRun(
@@ -444,7 +444,7 @@ class _Resolver:
                 f" train.tokens_per_row ({row})"
             )
 
-    def engine(self, verifier: api.VerifierFacts) -> str:
+    def engine(self, verifier: api.VerifierFacts, requirements: api.CaptureRequirements | None) -> str:
         """The engine of the capture. What it cannot do is told now, not when prepare has spent its hours."""
         from draftsmith.capture.engines import choose_engine, verifier_problem
 
@@ -456,7 +456,9 @@ class _Resolver:
             if "capture" in self.stages:
                 self.report("capture.engine", error.what, error.hint)
         untapped = verifier_problem(verifier)
-        if untapped and chosen == "transformers":
+        # The last layer's output is in every engine's hand; a draft of it is served whatever can be tapped.
+        taps = requirements is not None and any(each < verifier.num_layers for each in requirements.layer_ids)
+        if untapped and taps and chosen == "transformers":
             captured = "transformers captures them, and " if wanted == "auto" else ""
             self.notes.append(f"{untapped}: {captured}that vLLM will refuse to serve a draft that reads them")
         return chosen
