@@ -44,12 +44,23 @@ def material(request: pytest.FixtureRequest, materials: Callable[[str], Material
     return materials(request.param)
 
 
-class TestEveryFamily(ReplayTests, LeakTests, PackingTests, ValueTests, CheckpointTests):
+class TestDense(ReplayTests, LeakTests, PackingTests, ValueTests, CheckpointTests):
     """All but the training."""
 
     @pytest.fixture
-    def case(self, material: Material) -> AlgorithmCase:
-        return tiny_case(material, "mtp")
+    def case(self, materials: Callable[[str], Material]) -> AlgorithmCase:
+        return tiny_case(materials("qwen3_5"), "mtp")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen3_5"])
+class TestExperts(TestDense):
+    """The same, where rows go to experts."""
+
+    bitwise = False
+
+    @pytest.fixture
+    def case(self, materials: Callable[[str], Material], kind: str) -> AlgorithmCase:
+        return tiny_case(materials(kind), "mtp")
 
 
 class TestLearning(LearningTests):

@@ -458,9 +458,12 @@ class LeakTests(_CaseTests):
     Attributes:
         later_slots_see_the_start: False for a draft of which a window may hide the beginning of a chain, the newest
             verified token and the bonus token, from the chain's later slots.
+        bitwise: False for a draft with experts: which rows are multiplied together depends on all of them, and with it
+            the rounding. What must not change is then compared within the tolerance.
     """
 
     later_slots_see_the_start: bool = True
+    bitwise: bool = True
 
     def test_no_slot_sees_features_that_serving_does_not_have(self, case: AlgorithmCase) -> None:
         """The gradient of a slot's logits in the features is exactly zero from its bonus row on, and beyond its
@@ -480,7 +483,7 @@ class LeakTests(_CaseTests):
                     assert chain.bonus - 1 in seen, (seen, chain)
 
     def test_no_slot_sees_tokens_that_serving_does_not_have(self, case: AlgorithmCase) -> None:
-        """Changing any token after the bonus token and the slot's forced prefix changes nothing, bit by bit."""
+        """Changing any token after the bonus token and the slot's forced prefix changes nothing."""
         model = self.draft(case)
         slots = _forward(case, model, case.row)
         logits = slot_logits(slots).detach()
@@ -489,7 +492,8 @@ class LeakTests(_CaseTests):
                 tokens = (case.row.input_ids + 1) % 300
                 tokens[chain.begin : chain.bonus + step + 1] = case.row.input_ids[chain.begin : chain.bonus + step + 1]
                 changed = slot_logits(_forward(case, model, attrs.evolve(case.row, input_ids=tokens)))
-                assert torch.equal(changed[slot], logits[slot]), (chain, step)
+                tolerance = 0.0 if self.bitwise else self.tolerance
+                torch.testing.assert_close(changed[slot], logits[slot], rtol=0, atol=tolerance, msg=f"{chain} {step}")
 
     def test_slots_depend_on_the_bonus_token(self, case: AlgorithmCase) -> None:
         """The counterpart of the leak tests: a mask that hides everything would pass those."""
