@@ -494,7 +494,8 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def tensors(self, model: nn.Module, context: ExportContext) -> dict[str, Tensor]:
-        """Exported name → tensor. The core casts floating tensors to the export dtype."""
+        """Exported name → tensor. The core casts floating tensors to the dtype that :meth:`expected_tensors` asks for;
+        where it asks for none, to the export dtype."""
 
     @abstractmethod
     def expected_tensors(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:

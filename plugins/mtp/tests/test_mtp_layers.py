@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from native_heads import KINDS, LAYERS, add_native_head, configuration
 from safetensors.torch import load_file
 
+from draftsmith.checkpoint.export import write_export
 from draftsmith.interfaces import ExportContext
 from draftsmith.testing.algorithm import (
     AlgorithmCase,
@@ -84,3 +86,20 @@ def test_a_head_comes_and_goes_under_the_names_of_its_files(material: Material) 
     assert {name: tuple(each.shape) for name, each in tensors.items()} == {
         name: spec.shape for name, spec in case.format.expected_tensors(recorded).items()
     }
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_the_biases_of_a_router_are_neither_trained_nor_rounded(
+    materials: Callable[[str], Material], kind: str, tmp_path: Path
+) -> None:
+    case = tiny_case(materials(kind), "mtp")
+    model = case.algorithm.build_model()
+    (name,) = [name for name, _ in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert name not in dict(model.named_parameters())
+    context = ExportContext(setup=case.algorithm.setup, verifier_name="x", speculative_tokens=3)
+    write_export(tmp_path, case.format, model, context, {})
+    written = load_file(tmp_path / "model.safetensors")
+    bias = f"model.layers.{LAYERS}.mlp.gate.e_score_correction_bias"
+    assert torch.equal(written[bias], load_file(materials(kind).folder / "model.safetensors")[bias])
+    assert written[bias].dtype == torch.float32
+    assert {each.dtype for other, each in written.items() if other != bias} == {torch.bfloat16}

@@ -150,6 +150,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         replaced("model.mtp_layers.0.final_layernorm.weight", None),
         "model.mtp_layers.0.final_layernorm.weight is missing",
     ),
+    "quantised": (
+        replaced("model.mtp_layers.0.mlp.up_proj.weight", torch.zeros(96, 64, dtype=torch.float8_e4m3fn)),
+        "1 tensors of the head are quantised, such as model.mtp_layers.0.mlp.up_proj.weight (F8_E4M3)",
+    ),
     "rotary scaling": (
         lambda folder: edited(folder, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "the rotary scaling 'dynamic'",

@@ -37,12 +37,15 @@ class MtpCheckpoint(CheckpointFormat):
     def config(self, context: ExportContext) -> dict[str, Any]:
         verifier = context.setup.verifier
         family = family_of(verifier.text_config)
+        native = _native(family, verifier)
+        exact = {name: spec for name, spec in native.items() if family.is_exact(name, verifier.text_config)}
         return head_config(
             model_config(verifier.path),
             family,
             verifier_name=context.verifier_name,
             speculative_tokens=context.speculative_tokens,
-            tensors={name: spec.shape for name, spec in _native(family, verifier).items()},
+            tensors={name: spec.shape for name, spec in native.items()},
+            dtypes={name: spec.dtype for name, spec in exact.items() if spec.dtype is not None},
         )
 
     def tensors(self, model: nn.Module, context: ExportContext) -> dict[str, Tensor]:

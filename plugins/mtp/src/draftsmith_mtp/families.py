@@ -56,6 +56,8 @@ class MtpFamily:
         layer: where the decoder layer's tensors stand below the prefix, such as ``layers.{index}.`` or nothing.
         copies: names below the prefix of tensors that repeat the model's embedding or head. vLLM takes the model's,
             so they are neither trained nor written.
+        exact: names below the decoder layer of tensors that are not trained, and written as the model has them: the
+            biases by which a router chooses, rounded as the trained ones are, would choose other experts.
         concatenation: the order in which the projection reads its two inputs.
         feeds: which hidden state vLLM hands the head: the last layer's output as it is (``raw``), or after the
             model's final norm (``normed``).
@@ -77,6 +79,7 @@ class MtpFamily:
     names: Mapping[str, str]
     layer: str = ""
     copies: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
     concatenation: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     feeds: Literal["raw", "normed"] = "normed"
     recycles: Literal["raw", "normed"] = "normed"
@@ -126,6 +129,11 @@ class MtpFamily:
             return f"{self._own[module]}.{last}"
         layer = self.layer.format(index=index)
         return _LAYER + below.removeprefix(layer) if below.startswith(layer) else None
+
+    def is_exact(self, name: str, config: Mapping[str, Any]) -> bool:
+        """Whether the head's tensor *name* is written in the dtype that the model has it in."""
+        own = self.own_name(name, config)
+        return own is not None and own.removeprefix(_LAYER) in self.exact
 
     def model_name(self, own: str, config: Mapping[str, Any], index: int = 0) -> str:
         """The model's name of what is *own* here; the inverse of :meth:`own_name`."""
@@ -261,6 +269,7 @@ FAMILIES = (
         prefix="model.layers.{layer}.",
         names=_DEEPSEEK_NAMES,
         copies=("embed_tokens.weight", "shared_head.head.weight"),
+        exact=("mlp.gate.e_score_correction_bias",),
         zeroes_first=True,
         network="draftsmith_mtp.layers:TransformersHead",
     ),
@@ -271,6 +280,7 @@ FAMILIES = (
         prefix="model.layers.{layer}.",
         names=_DEEPSEEK_NAMES,
         copies=("embed_tokens.weight", "shared_head.head.weight"),
+        exact=("mlp.gate.e_score_correction_bias",),
         recycles="raw",
         zeroes_first=True,
         network="draftsmith_mtp.layers:TransformersHead",

@@ -58,6 +58,7 @@ def head_config(
     verifier_name: str,
     speculative_tokens: int,
     tensors: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """config.json of a head.
 
@@ -66,6 +67,7 @@ def head_config(
         verifier_name: name or path of the model.
         speculative_tokens: K that it is meant to draft.
         tensors: the model's name of every tensor of the head → its shape.
+        dtypes: the model's name → safetensors' name of the dtype, for those that must have a certain one.
     """
     method = {
         "proposal_type": "greedy",
@@ -82,7 +84,11 @@ def head_config(
             "proposal_methods": [method],
             "verifier": {"name_or_path": verifier_name, "architectures": list(config.get("architectures") or ())},
         },
-        HEAD_KEY: {"family": family.name, "tensors": {name: list(shape) for name, shape in sorted(tensors.items())}},
+        HEAD_KEY: {
+            "family": family.name,
+            "tensors": {name: list(shape) for name, shape in sorted(tensors.items())},
+            **({"dtypes": dict(sorted(dtypes.items()))} if dtypes else {}),
+        },
     }
 
 
@@ -92,8 +98,9 @@ def recorded_tensors(config: Mapping[str, Any]) -> dict[str, TensorSpec]:
     Raises:
         KeyError, TypeError: it names none.
     """
+    why, dtypes = "vLLM does not miss it, and drafts nonsense", config[HEAD_KEY].get("dtypes") or {}
     return {
-        name: TensorSpec(shape=tuple(map(int, shape)), why="vLLM does not miss it, and drafts nonsense")
+        name: TensorSpec(shape=tuple(map(int, shape)), dtype=dtypes.get(name), why=why)
         for name, shape in config[HEAD_KEY]["tensors"].items()
     }
 

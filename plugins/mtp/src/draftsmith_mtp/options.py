@@ -18,6 +18,7 @@ from draftsmith_mtp.head import head_tensors
 __all__ = ["MtpOptions", "check", "max_speculative_tokens", "requirements"]
 
 
+_FLOATS = ("BF16", "F16", "F32")
 #: The model's tensors within a decoder layer: its number, and the name below.
 _IN_A_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
@@ -93,6 +94,14 @@ def _head_problems(family: MtpFamily, verifier: VerifierFacts) -> Iterator[Probl
             f"heads of the family {family.name} are known by name and cannot be trained yet",
             where=where,
             hint="they can be taken out of their model and put back into it",
+        )
+        return
+    quantised = sorted(name for name, spec in found.items() if spec.dtype not in _FLOATS)
+    if quantised:
+        yield Problem(
+            f"{len(quantised)} tensors of the head are quantised, such as {quantised[0]} ({found[quantised[0]].dtype})",
+            where=where,
+            hint="train on the model as it was before its head was quantised",
         )
         return
     yield from _shape_problems(family, verifier, {name: spec.shape for name, spec in found.items()}, where)
