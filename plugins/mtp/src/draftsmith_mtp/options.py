@@ -98,8 +98,9 @@ def _head_problems(family: MtpFamily, verifier: VerifierFacts) -> Iterator[Probl
         return
     quantised = sorted(name for name, spec in found.items() if spec.dtype not in _FLOATS)
     if quantised:
+        first = quantised[0]
         yield Problem(
-            f"{len(quantised)} tensors of the head are quantised, such as {quantised[0]} ({found[quantised[0]].dtype})",
+            f"{len(quantised)} tensors of the head are quantised, such as {first} ({found[first].dtype})",
             where=where,
             hint="train on the model as it was before its head was quantised",
         )
