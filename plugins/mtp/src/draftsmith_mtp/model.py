@@ -179,18 +179,16 @@ class MtpDraft(nn.Module, DraftArchitecture):
                 break
             if continue_all:
                 raw = run.step(step, hidden, None, None)
-                hidden = self._recycled(raw, None if self.family.recycles == "raw" else self.head.final_layernorm(raw))
-                outputs.append(self.head.final_layernorm(chosen_rows(raw, alive.rows)))
-                continue
-            rows = alive.rows if step else None
-            raw = run.step(step, chosen_rows(hidden, alive.kept) if step else hidden, rows, alive.rows)
-            outputs.append(self.head.final_layernorm(raw))
+                normed = self.head.final_layernorm(raw)
+                outputs.append(chosen_rows(normed, alive.rows))
+            else:
+                rows = alive.rows if step else None
+                raw = run.step(step, chosen_rows(hidden, alive.kept) if step else hidden, rows, alive.rows)
+                normed = self.head.final_layernorm(raw)
+                outputs.append(normed)
             # From here on the verifier's hidden states do not exist yet: the head's own stand in, at the row.
-            hidden = self._recycled(raw, outputs[-1])
+            hidden = raw if self.family.recycles == "raw" else normed
         return outputs
-
-    def _recycled(self, raw: Tensor, normed: Tensor | None) -> Tensor:
-        return raw if normed is None or self.family.recycles == "raw" else normed
 
 
 def _network(family: MtpFamily) -> Callable[[VerifierFacts], MtpHead]:
