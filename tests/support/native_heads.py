@@ -59,6 +59,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **GROUPED,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
             "q_lora_rank": 24,
             "kv_lora_rank": 16,
             "qk_nope_head_dim": 16,
