@@ -169,7 +169,19 @@ def test_encoders_are_refused(llama: VerifierFacts) -> None:
         check_verifier(evolve(llama, text_config={"is_encoder_decoder": True}), CaptureRequirements(layer_ids=(1,)))
 
 
-@pytest.mark.parametrize("beyond", [0, 1, 5])
+def test_the_last_layers_output_may_be_a_feature_and_is_captured_once(llama: VerifierFacts) -> None:
+    count = llama.num_layers
+    both = CaptureRequirements(layer_ids=(1, count))
+    check_verifier(llama, both)
+    assert both.ids(count) == (1, count)
+    assert not both.last_is_extra(count)
+    usual = CaptureRequirements(layer_ids=(1,))
+    assert usual.ids(count) == (1, count)
+    assert usual.last_is_extra(count)
+    assert not CaptureRequirements(layer_ids=(1,), last_hidden=False).last_is_extra(count)
+
+
+@pytest.mark.parametrize("beyond", [1, 5])
 def test_layer_ids_beyond_the_verifier_are_refused(llama: VerifierFacts, beyond: int) -> None:
     with pytest.raises(VerifierError, match="do not fit"):
         check_verifier(llama, CaptureRequirements(layer_ids=(1, llama.num_layers + beyond)))

@@ -62,8 +62,7 @@ def check_verifier(facts: VerifierFacts, requirements: CaptureRequirements) -> N
         raise VerifierError(
             f"layer ids {list(requirements.layer_ids)} do not fit a verifier of {facts.num_layers} layers",
             where=where,
-            hint=f"tap distinct ids from 0 (the embedding) to {facts.num_layers - 1}; "
-            f"{facts.num_layers} is captured as the last hidden state",
+            hint=f"tap distinct ids from 0 (the embedding) to {facts.num_layers} (the last layer's output)",
         )
 
 
