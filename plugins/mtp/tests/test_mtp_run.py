@@ -86,6 +86,7 @@ def test_from_conversations_to_a_head_without_a_finding(
         ({}, {"verifier": "headless"}, "no family of multi-token-prediction heads is known for LlamaForCausalLM"),
         ({}, {"export": {"speculative_tokens": 4}}, "4 is more than the 3 tokens"),
         ({"num_stepps": 2}, {}, "num_stepps"),
+        ({}, {"mask": "causal", "train": {"attention": "linear"}}, "the mask Causal has no linear form here"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(

@@ -45,28 +45,18 @@ def chain_attention(rule: MaskRule, form: Literal["auto", "linear", "dense", "fl
     Raises:
         ConfigError: a form that only the built-in rules have, with another rule.
     """
+    if type(rule) not in (Chained, StepByStep):
+        refuse_other_forms(rule, form, "chained")
     chosen: Literal["linear", "dense", "flex"] = "linear" if form == "auto" else form
-    if type(rule) is Chained:
 
-        def chained(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]) -> Tensor:
-            (key, value), *chain = steps
-            return chained_attention(
-                query, key, value, chain, document_lengths=lengths, window=rule.window, form=chosen
-            )
-
-        return chained
-    if type(rule) is StepByStep and chosen != "dense":
-        # One step's rows among themselves are a causal sequence, as step 0 of a chain is.
-        def step_by_step(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]) -> Tensor:
-            return chained_attention(query, *steps[-1], document_lengths=lengths, window=rule.window, form=chosen)
-
-        return step_by_step
-    refuse_other_forms(rule, form, "chained")
-    return _dense(rule)
-
-
-def _dense(rule: MaskRule) -> Attend:
     def attend(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]) -> Tensor:
+        window = rule.window
+        if type(rule) is Chained:
+            (key, value), *chain = steps
+            return chained_attention(query, key, value, chain, document_lengths=lengths, window=window, form=chosen)
+        if type(rule) is StepByStep and chosen != "dense":
+            # One step's rows among themselves are a causal sequence, as step 0 of a chain is.
+            return chained_attention(query, *steps[-1], document_lengths=lengths, window=window, form=chosen)
         rows = document_slots(lengths, query.shape[0], query.device)
         slots = [step_slots(rows, step) for step in range(len(steps))]
         keys, values = (torch.cat(each) for each in zip(*steps, strict=True))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
-from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, PackedRow
+from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, MaskRule, PackedRow
 from draftsmith_mtp.batch import Batch, make_batch
 from draftsmith_mtp.families import family_of
 from draftsmith_mtp.mask import chain_attention, continues_all
@@ -29,6 +31,12 @@ class Mtp(DraftAlgorithm):
         self.family = family_of(setup.verifier.text_config)
         self.attend = chain_attention(setup.mask, setup.attention)
         self.continue_all = continues_all(setup.mask)
+
+    @classmethod
+    def check_attention(
+        cls, options: MtpOptions, mask: MaskRule, form: Literal["auto", "linear", "dense", "flex"]
+    ) -> None:
+        chain_attention(mask, form)
 
     def build_model(self) -> nn.Module:
         model = self.setup.architecture(self.setup)  # type: ignore[call-arg]
