@@ -1,6 +1,6 @@
 """Native heads in a real vLLM: a head beside its model and inside it, and a run by the command line.
 
-The models are tiny random ones of MiMo's layout; their untrained heads are right as often as chance has it.
+The models are tiny random ones, of MiMo's layout and of GLM's; untrained heads are right as often as chance has it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 from by_heart import ANSWER, Material, assert_served_as_trained, learn, make_material, request, serve
 from command_line import draftsmith, verification
 from make_mimo import add_head
+from native_heads import LAYERS, add_native_head, configuration
 from safetensors.torch import load_file, save_file
 
 from draftsmith.checkpoint.lint import lint_checkpoint
@@ -70,6 +71,18 @@ def test_inside_the_model_it_is_served_alike(exports, served, material, tmp_path
     beside = served["trained"].counters["beside"]
     assert results["inside"].counters.accepted_per_position == beside.accepted_per_position
     assert results["inside"].counters.drafts == beside.drafts
+
+
+def test_a_layer_of_experts_is_served_as_it_was_trained(export_draft, registry, tmp_path):
+    """GLM's: fed what comes after the final norm, and later its own state before the norm. Of the other families'
+    layers, vLLM's kernels for CPUs run none in float32."""
+    folder = make_tiny_verifier(tmp_path / "glm", configuration("glm4_moe"), num_layers=LAYERS)
+    add_native_head(folder)
+    material = make_material(folder)
+    train = learn(material, registry, steps=120, rate=3e-3)
+    head = export_draft(tmp_path / "head", folder, algorithm="mtp", train=train)
+    answers = serve(material, {"glm": head}, registry, tmp_path / "vllm", as_model=())
+    assert_served_as_trained(answers["glm"], material, at_least=0.3)
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,16 @@ GROUPED = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", {**QWEN, "mtp_num_hidden_layers": 1}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**QWEN, **EXPERTS, "mtp_num_hidden_layers": 1}),
-    "qwen3_next": ("Qwen3NextConfig", {**QWEN, **EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **QWEN,
+            **EXPERTS,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         {
