@@ -1,6 +1,6 @@
 """Native heads in a real vLLM: a head beside its model and inside it, and a run by the command line.
 
-The models are tiny random ones, of MiMo's layout and of GLM's; untrained heads are right as often as chance has it.
+The models are tiny random ones, of MiMo's, GLM's and Qwen3-Next's layout; untrained heads are right as often as chance has it.
 """
 
 from __future__ import annotations
@@ -73,16 +73,33 @@ def test_inside_the_model_it_is_served_alike(exports, served, material, tmp_path
     assert results["inside"].counters.drafts == beside.drafts
 
 
-def test_a_layer_of_experts_is_served_as_it_was_trained(export_draft, registry, tmp_path):
-    """GLM's: fed what comes after the final norm, and later its own state before the norm. Of the other families'
-    layers, vLLM's kernels for CPUs run none in float32."""
-    folder = make_tiny_verifier(tmp_path / "glm", configuration("glm4_moe"), num_layers=LAYERS)
-    add_native_head(folder)
-    material = make_material(folder)
-    train = learn(material, registry, steps=120, rate=3e-3)
-    head = export_draft(tmp_path / "head", folder, algorithm="mtp", train=train)
-    answers = serve(material, {"glm": head}, registry, tmp_path / "vllm", as_model=())
-    assert_served_as_trained(answers["glm"], material, at_least=0.3)
+@pytest.fixture
+def other(export_draft, registry, tmp_path):
+    """A function of a kind of model, and of engine arguments: what vLLM does with its head, trained."""
+
+    def served_of(kind, **engine):
+        folder = make_tiny_verifier(tmp_path / "model", configuration(kind), num_layers=LAYERS)
+        add_native_head(folder)
+        material = make_material(folder)
+        train = learn(material, registry, steps=120, rate=3e-3)
+        head = export_draft(tmp_path / "head", folder, algorithm="mtp", train=train)
+        return material, serve(material, {kind: head}, registry, tmp_path / "vllm", as_model=(), engine=engine)[kind]
+
+    return served_of
+
+
+def test_a_layer_of_experts_is_served_as_it_was_trained(other):
+    """GLM's: fed what comes after the final norm, and later its own state before the norm."""
+    material, answers = other("glm4_moe")
+    assert_served_as_trained(answers, material, at_least=0.3)
+
+
+def test_a_layer_with_a_gate_is_accepted_in_bfloat16(other):
+    """Qwen3-Next's. vLLM's kernels of linear attention for CPUs know bfloat16 alone, in which the model's own answers
+    part from those that the head has learnt, so that rounds are not compared one by one."""
+    _, answers = other("qwen3_next", dtype="bfloat16")
+    assert min(answers.simulated.acceptance_per_position) > 0.9
+    assert min(answers.counters["beside"].acceptance_per_position) > 0.4
 
 
 @pytest.fixture(scope="module")

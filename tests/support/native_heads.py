@@ -23,8 +23,9 @@ QWEN = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    # the one that vLLM's kernel for CPUs knows
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,
