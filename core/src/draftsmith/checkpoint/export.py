@@ -207,8 +207,8 @@ def _exported(name: str, tensor: Tensor, spec: TensorSpec | None) -> Tensor:
         raise NumericsError(
             f"tensor {name} holds values that are not finite", hint="train again, with a lower learning rate"
         )
-    # A copy of its own: safetensors refuses tensors that share memory.
     dtype = _FLOATS.get(spec.dtype or "", EXPORT_DTYPE) if spec is not None else EXPORT_DTYPE
+    # A copy of its own: safetensors refuses tensors that share memory.
     return tensor.to(dtype, copy=True).contiguous()
 
 
