@@ -99,8 +99,8 @@ def test_a_layer_with_a_gate_is_accepted_in_bfloat16(other):
     """Qwen3-Next's. vLLM's kernels of linear attention for CPUs know bfloat16 alone, in which the model's own answers
     part from those that the head has learnt, so that rounds are not compared one by one."""
     _, answers = other("qwen3_next", dtype="bfloat16")
-    assert min(answers.simulated.acceptance_per_position) > 0.9
-    assert min(answers.counters["beside"].acceptance_per_position) > 0.2
+    assert min(answers.simulated.acceptance_per_position) > 0.9, answers.simulated
+    assert min(answers.counters["beside"].acceptance_per_position) > 0.2, answers.counters
 
 
 @pytest.fixture(scope="module")
