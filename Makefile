@@ -18,6 +18,9 @@ setup: ## make .venv with torch, vLLM, draftsmith and its tools (FORCE=1: go thr
 model: setup ## make models/SmolLM2-135M-Instruct, the chat model of the demo and the tests
 	@$(BIN)/python tools/make_smollm2.py
 
+mimo: model ## make models/SmolLM2-135M-MiMo, the same model with a random native head (examples/mimo-mtp.yaml)
+	@$(BIN)/python tools/make_mimo.py
+
 data: setup ## make examples/data/smollm2, the demo's prompts and answers
 	@$(BIN)/python tools/make_demo_data.py
 

@@ -32,7 +32,7 @@ def memory(field: str) -> float:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--algorithm", choices=["eagle3", "dflash", "dspark", "peagle"], default="eagle3")
+    parser.add_argument("--algorithm", choices=["eagle3", "dflash", "dspark", "peagle", "mtp"], default="eagle3")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--verifier", required=True)
     parser.add_argument("--tokens", type=int, required=True)
@@ -48,6 +48,43 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def with_native_head(verifier: Path, data: Path) -> Path:
+    """A folder of the verifier's sizes in the one native layout with an ordinary layer that the peer knows: qwen3,
+    with a random head. Of the rest, embedding and norm are all that it reads."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    folder = data / f"{verifier.name}-qwen3"
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((verifier / "config.json").read_text())
+    with safe_open(verifier / "model.safetensors", framework="pt") as file:
+        kept = [name for name in file.keys() if name.startswith(("model.embed_tokens", "model.norm", "lm_head"))]  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in kept}
+        first = {
+            name.removeprefix("model.layers.0."): file.get_tensor(name).shape
+            for name in file.keys()  # noqa: SIM118
+            if name.startswith("model.layers.0.")
+        }
+    width, head_dim = config["hidden_size"], config["head_dim"]
+    shapes = {f"mtp.layers.0.{name}": shape for name, shape in first.items()}
+    shapes |= {f"mtp.layers.0.self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    shapes |= {f"mtp.{name}.weight": (width,) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    shapes["mtp.fc.weight"] = (width, 2 * width)
+    dtype = tensors["model.norm.weight"].dtype
+    for name, shape in shapes.items():
+        tensors[name] = (torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)).to(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "mtp_num_hidden_layers": 1}
+    for extra in verifier.iterdir():
+        if extra.suffix in (".json", ".jinja", ".txt") and not extra.name.startswith(("config", "model")):
+            (folder / extra.name).write_bytes(extra.read_bytes())
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def main() -> None:
     ours = parse()
     import torch
@@ -57,6 +94,7 @@ def main() -> None:
     logger.remove()
     from speculators.model import SpeculatorModel
     from speculators.models.eagle3.data import shift_batch
+    from speculators.models.mtp.data import shift_batch_mtp
     from speculators.models.utils import get_verifier_config
     from speculators.train.cli import create_transformer_layer_config, resolve_mask_token_id
     from speculators.train.config import TrainConfig
@@ -70,9 +108,13 @@ def main() -> None:
     torch.manual_seed(0)
     dtype = getattr(torch, ours.dtype)
     dataset = str(ours.data / "dataset")
-    shifts = ours.algorithm in ("eagle3", "peagle")
-    layers = 1 if ours.algorithm == "eagle3" else ours.layers
-    if ours.algorithm == "eagle3":
+    shifts, native = ours.algorithm in ("eagle3", "peagle"), ours.algorithm == "mtp"
+    layers = 1 if ours.algorithm == "eagle3" or native else ours.layers
+    if native:
+        own = {}
+        counts = {"ttt_steps": ours.ttt_steps}
+        ours.verifier = str(with_native_head(Path(ours.verifier), ours.data))
+    elif ours.algorithm == "eagle3":
         own = {"--ttt-steps": str(ours.ttt_steps)}
         counts = {"ttt_steps": ours.ttt_steps}
     elif ours.algorithm == "peagle":
@@ -86,10 +128,9 @@ def main() -> None:
         "--speculator-type": ours.algorithm,
         "--data-path": dataset,
         "--total-seq-len": str(ours.tokens),
-        "--num-layers": str(layers),
+        **({} if native else {"--num-layers": str(layers), "--draft-attn-impl": "sdpa"}),
         **own,
         # what runs on a CPU: flex attention has no backward there, and its fused losses need Triton
-        "--draft-attn-impl": "sdpa",
         "--loss-implementation": "eager",
         "--hidden-states-dtype": ours.dtype,
         "--optimizer": "adamw",
@@ -102,15 +143,19 @@ def main() -> None:
         frequencies = {token: int(seen[token]) for token in seen.nonzero().flatten().tolist()}
         d2t, t2d = build_vocab_mappings_from_distribution(frequencies, ours.draft_vocabulary, config.vocab_size)
     settings.draft_vocab_size = min(ours.draft_vocabulary, config.vocab_size)
-    layer = create_transformer_layer_config(
-        ours.verifier,
-        layers,
-        settings.draft_arch,
-        settings.draft_hidden_act,
-        settings.sliding_window,
-        settings.full_attention_indices,
-    )
-    if ours.algorithm != "eagle3":
+    if native:
+        layer = config
+        settings.num_speculative_steps = ours.ttt_steps
+    else:
+        layer = create_transformer_layer_config(
+            ours.verifier,
+            layers,
+            settings.draft_arch,
+            settings.draft_hidden_act,
+            settings.sliding_window,
+            settings.full_attention_indices,
+        )
+    if ours.algorithm != "eagle3" and not native:
         settings.mask_token_id = resolve_mask_token_id(ours.verifier, config.vocab_size, None)
     kind = SpeculatorModel.registry[ours.algorithm]
     model = kind.from_training_args(verifier_config=layer, t2d=t2d, d2t=d2t, **vars(settings))
@@ -126,7 +171,7 @@ def main() -> None:
         config.hidden_size,
         num_target_layers=len(model.target_layer_ids),
         dtype=dtype,
-        preprocess=shift_batch if shifts else None,
+        preprocess=shift_batch if shifts else shift_batch_mtp if native else None,
     )
     batch = {k: v for k, v in collate(rows).items() if k not in ("error_records", "__recovery__")}
     call, _ = kind.get_trainer_kwargs(**vars(settings))

@@ -3,6 +3,7 @@
     python benchmarks/train_step.py --peer-python /path/to/peer/bin/python
     python benchmarks/train_step.py --algorithm dflash --block-size 8 16 --peer-python …
     python benchmarks/train_step.py --algorithm peagle --depths 8 --anchors 512 --peer-python …
+    python benchmarks/train_step.py --algorithm mtp --peer-python …
     python benchmarks/train_step.py --tokens 1024 --draft-vocabulary 8192            # ours alone
     python benchmarks/train_step.py --algorithm dflash --anchors 64 256 1024         # memory against anchors
 
@@ -14,6 +15,9 @@ without bf16 matrix instructions. After each case a line compares ours with the 
 Blocks hang on `--anchors` anchors of the row: ours have a budget per document, here the one that comes closest
 (`anchors` says how many there are); the peer draws so many from the row. Depths continue `--anchors` tokens of the row
 on both sides, which sample by the same rule.
+
+Native heads (mtp) draft all tokens, and belong to a model: ours is of MiMo's layout (tools/make_mimo.py), the peer's
+of Qwen's with an ordinary qwen3 layer, which it knows, both of the same sizes and with random heads.
 
 The share of the matmul peak is (floating-point operations of the step's matrix products and attention, as torch's
 counter sees them) / (step time x rate of a 1024 x 576 x 8192 product measured beside it).
@@ -45,18 +49,21 @@ class Kind(NamedTuple):
         lost: tokens of a document that are no draft position.
         drafts: step by step from every row, blocks at anchors, or all depths from every row in one pass.
         anchors, layers: what is measured unless the command line says otherwise.
+        native: whether it is the verifier's own head, so that the verifier must have one.
     """
 
     lost: int
     drafts: Literal["steps", "blocks", "depths"]
     anchors: int = 128
     layers: int = 3
+    native: bool = False
 
 
 KINDS = {
     "eagle3": Kind(1, "steps"),
     "dflash": Kind(0, "blocks"),
     "dspark": Kind(0, "blocks"),
+    "mtp": Kind(0, "steps", native=True),
     "peagle": Kind(1, "depths", anchors=512, layers=1),
 }
 
@@ -72,8 +79,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-python", type=Path, default=None)
     parser.add_argument("--peer-dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 2048])
-    parser.add_argument("--draft-vocabulary", type=int, nargs="*", default=[8192, 49152])
-    parser.add_argument("--ttt-steps", type=int, default=3, help="eagle3")
+    parser.add_argument("--draft-vocabulary", type=int, nargs="*", default=None, help="mtp: all; else 8192 and 49152")
+    parser.add_argument("--ttt-steps", type=int, default=3, help="eagle3, mtp")
     parser.add_argument("--block-size", type=int, nargs="*", default=[8, 16], help="dflash, dspark")
     parser.add_argument("--depths", type=int, default=8, help="peagle")
     parser.add_argument(
@@ -85,6 +92,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     kind = KINDS[arguments.algorithm]
+    if arguments.draft_vocabulary is None:
+        arguments.draft_vocabulary = [49152] if kind.native else [8192, 49152]
     arguments.anchors = arguments.anchors or [kind.anchors]
     arguments.layers = arguments.layers or kind.layers
     return arguments
@@ -238,11 +247,13 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
     dtype = resolve_dtype("auto", device)
     registry = load_plugins()
     item = registry.algorithms.get(arguments.algorithm)
-    facts = read_verifier(arguments.verifier)
+    facts = read_verifier(with_native_head(arguments) if KINDS[arguments.algorithm].native else arguments.verifier)
     weights = load_verifier_weights(facts)
     (size,), (tokens,) = arguments.draft_vocabulary, arguments.tokens
     vocabulary = build_vocabulary(read_counts(arguments.data), None if size >= facts.vocab_size else size)
     row = pack_documents(arguments.data, tokens, lost=KINDS[arguments.algorithm].lost)
+    if KINDS[arguments.algorithm].native:
+        row = attrs.evolve(row, taps=row.last_hidden)
     options = item.options(**chosen_options(arguments, facts, row))
     setup = AlgorithmSetup(
         options=options,
@@ -274,7 +285,7 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
     elif drafts == "depths":
         counts |= {"anchors": options.max_anchors, "depths": options.num_depths, "layers": options.num_layers}
     else:
-        counts |= {"ttt_steps": options.ttt_steps}
+        counts |= {"ttt_steps": arguments.ttt_steps}
     objective = Objective(
         algorithm=algorithm,
         model=model,
@@ -290,6 +301,8 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, int]]:
 def chosen_options(arguments: argparse.Namespace, facts: Any, row: Any) -> dict[str, Any]:
     """The algorithm's options: as the peer's defaults where the command line does not say."""
     drafts, (anchors,) = KINDS[arguments.algorithm].drafts, arguments.anchors
+    if KINDS[arguments.algorithm].native:
+        return {"num_steps": arguments.ttt_steps}
     if drafts == "steps":
         return {"ttt_steps": arguments.ttt_steps}
     if drafts == "depths":
@@ -301,6 +314,16 @@ def chosen_options(arguments: argparse.Namespace, facts: Any, row: Any) -> dict[
         "layer_ids": (2, n // 2, n - 3),
         "max_anchors": budget_per_document(row, anchors),
     }
+
+
+def with_native_head(arguments: argparse.Namespace) -> Path:
+    """The verifier with a random native head, made beside the data once."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    from make_mimo import make
+
+    folder = arguments.data / f"{arguments.verifier.name}-mimo"
+    make(arguments.verifier.absolute(), folder, seed=0)
+    return folder
 
 
 def budget_per_document(row: Any, anchors: int) -> int:

@@ -47,6 +47,7 @@ PUBLIC_MODULES = (
     "draftsmith.speculators",
     "draftsmith.stages",
     "draftsmith.testing",
+    "draftsmith.verifier",
     "draftsmith.verifier_weights",
 )
 #: Packages whose modules are public too.

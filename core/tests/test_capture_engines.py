@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,10 +148,9 @@ def test_finite_values_whose_sum_overflows_are_finite() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"layer_types": ["linear_attention", "full_attention"]},
+        {"layer_types": ["conv", "full_attention"]},
         {"layers_block_type": ["mamba", "attention"]},
         {"mamba_d_state": 16},
-        {"linear_num_key_heads": 4},
     ],
 )
 def test_hybrid_verifiers_are_refused(llama: VerifierFacts, config: dict[str, object]) -> None:
@@ -169,7 +169,19 @@ def test_encoders_are_refused(llama: VerifierFacts) -> None:
         check_verifier(evolve(llama, text_config={"is_encoder_decoder": True}), CaptureRequirements(layer_ids=(1,)))
 
 
-@pytest.mark.parametrize("beyond", [0, 1, 5])
+def test_the_last_layers_output_may_be_a_feature_and_is_captured_once(llama: VerifierFacts) -> None:
+    count = llama.num_layers
+    both = CaptureRequirements(layer_ids=(1, count))
+    check_verifier(llama, both)
+    assert both.ids(count) == (1, count)
+    assert not both.last_is_extra(count)
+    usual = CaptureRequirements(layer_ids=(1,))
+    assert usual.ids(count) == (1, count)
+    assert usual.last_is_extra(count)
+    assert not CaptureRequirements(layer_ids=(1,), last_hidden=False).last_is_extra(count)
+
+
+@pytest.mark.parametrize("beyond", [1, 5])
 def test_layer_ids_beyond_the_verifier_are_refused(llama: VerifierFacts, beyond: int) -> None:
     with pytest.raises(VerifierError, match="do not fit"):
         check_verifier(llama, CaptureRequirements(layer_ids=(1, llama.num_layers + beyond)))
@@ -209,6 +221,44 @@ def test_a_verifier_that_vllm_cannot_tap_is_captured_by_transformers(
     with pytest.raises(ServingError, match="hidden states of LlamaForCausalLM"):
         choose_engine("vllm", llama)
     assert choose_engine("transformers", llama) == "transformers"
+
+
+def linear(common: dict[str, Any], **changes: Any) -> Any:
+    """A configuration with a layer of linear attention and one of full attention."""
+    from transformers import Qwen3_5TextConfig
+
+    special = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    return Qwen3_5TextConfig(**{**common, **special, **changes})
+
+
+def test_linear_attention_is_captured_by_transformers_padded_rows_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_verifier(tmp_path / "linear", linear, num_layers=2)
+    facts = read_verifier(folder)
+    check_verifier(facts, CaptureRequirements(layer_ids=(0, 2)))
+    monkeypatch.setattr(engines, "vllm_problem", lambda: None)
+    assert choose_engine("auto", facts) == "transformers"
+    with pytest.raises(ServingError, match="linear attention"):
+        choose_engine("vllm", facts)
+    model = load_verifier(folder, dtype=torch.float32, device=torch.device("cpu"))
+    long, short = torch.arange(4, 100), torch.arange(50, 61)
+    ids, mask = torch.zeros(2, len(long), dtype=torch.int64), torch.zeros(2, len(long), dtype=torch.bool)
+    for row, tokens in enumerate((long, short)):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, True
+    together = hidden_states(model, ids, mask, (0, 1, 2))
+    for row, tokens in enumerate((long, short)):
+        alone = hidden_states(model, tokens[None], None, (0, 1, 2))[0]
+        torch.testing.assert_close(together[row, : len(tokens)], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_sizes_and_times_are_readable() -> None:

@@ -312,7 +312,7 @@ def test_what_compaction_needs_on_top_must_be_free_as_well(make_run, monkeypatch
 
 def test_hybrid_verifiers_are_refused_before_anything(make_run) -> None:
     run = make_run()
-    config = {**run.verifier.text_config, "layer_types": ["linear_attention"] * run.verifier.num_layers}
+    config = {**run.verifier.text_config, "layer_types": ["mamba"] * run.verifier.num_layers}
     with pytest.raises(VerifierError, match="hybrid"):
         run_capture(evolve(run, verifier=evolve(run.verifier, text_config=config)))
     assert not run.folders.states.exists()

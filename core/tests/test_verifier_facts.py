@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import VerifierError
 from draftsmith.testing.verifiers import make_tiny_verifier
-from draftsmith.verifier import read_verifier, weight_files
+from draftsmith.verifier import read_verifier, tensor_specs, weight_files
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -296,3 +296,14 @@ def test_damaged_weights(tmp_path: Path, damage: str) -> None:
         }[damage]
     )
     refused(tmp_path / "m", "cut or damaged")
+
+
+def test_shapes_and_dtypes_of_all_tensors_are_read_from_the_headers(tmp_path: Path) -> None:
+    folder = make_tiny_verifier(tmp_path / "it", dtype="bfloat16", max_shard_size="50KB")
+    specs = tensor_specs(folder)
+    stored = {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
+    assert {name: spec.shape for name, spec in specs.items()} == {name: tuple(x.shape) for name, x in stored.items()}
+    assert {spec.dtype for spec in specs.values()} == {"BF16"}
+    (folder / weight_files(folder)[0].name).unlink()
+    with pytest.raises(VerifierError, match="missing"):
+        tensor_specs(folder)

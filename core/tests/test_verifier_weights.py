@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.errors import VerifierError
 from draftsmith.testing.verifiers import FAMILIES, make_tiny_verifier
 from draftsmith.verifier import read_verifier
-from draftsmith.verifier_weights import load_verifier_weights
+from draftsmith.verifier_weights import load_verifier_weights, read_verifier_tensors
 
 
 def teacher_logits(folder: Path, last_hidden: torch.Tensor) -> torch.Tensor:
@@ -105,3 +105,24 @@ def test_a_family_unknown_to_transformers_is_an_error_with_a_hint(tmp_path: Path
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "no_such_family"}))
     with pytest.raises(VerifierError, match=r"no_such_family|does not recognize|trust_remote_code"):
         load_verifier_weights(facts)
+
+
+def test_further_tensors_are_read_by_name_from_whichever_file_has_them(tmp_path: Path) -> None:
+    folder = make_tiny_verifier(tmp_path, "llama", max_shard_size="50KB")
+    names = ["model.layers.0.mlp.up_proj.weight", "model.layers.7.self_attn.k_proj.weight"]
+    files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    found = read_verifier_tensors(read_verifier(folder), names)
+    assert list(found) == names
+    for name, tensor in found.items():
+        assert torch.equal(tensor, load_file(folder / files[name])[name])
+    with pytest.raises(VerifierError, match=r"model\.nothing is missing"):
+        read_verifier_tensors(read_verifier(folder), ["model.nothing"])
+
+
+def test_further_tensors_that_are_quantised_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_verifier(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    with pytest.raises(VerifierError, match="is quantised"):
+        read_verifier_tensors(read_verifier(folder), [name])

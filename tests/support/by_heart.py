@@ -133,9 +133,13 @@ def serve(
     folder: Path,
     *,
     as_model: Collection[str],
+    engine: Mapping[str, Any] | None = None,
 ) -> dict[str, Served]:
     """Serve each checkpoint beside the verifier, those named in *as_model* as the model too. All engines in one
     process, so that every draft must want the same environment.
+
+    Args:
+        engine: further engine arguments, of all of them.
 
     Returns:
         name → what came of it; the verifier's own outputs are ``outputs["alone"]`` of each.
@@ -147,13 +151,16 @@ def serve(
         required_environment(plan) | (v2_environment() if plan.needs_v2_runner else {}) for plan in plans.values()
     ]
     assert all(each == needed[0] for each in needed)
-    requests = [_request(material, "alone", str(material.folder), {})]
+    further = engine or {}
+    requests = [request(material, "alone", str(material.folder), further)]
     for name, plan in plans.items():
         checkpoint = str(exports[name].folder)
         beside = {"speculative_config": speculative_config(plan, checkpoint)}
-        requests.append(_request(material, f"{name}-beside", str(material.folder), {**plan.engine, **beside}))
+        requests.append(
+            request(material, f"{name}-beside", str(material.folder), {**plan.engine, **further, **beside})
+        )
         if name in as_model:
-            requests.append(_request(material, f"{name}-as_model", checkpoint, plan.engine))
+            requests.append(request(material, f"{name}-as_model", checkpoint, {**plan.engine, **further}))
     results = run_engines(requests, folder, required=needed[0])
     served = {}
     for name, plan in plans.items():
@@ -170,7 +177,7 @@ def _environment(plan: ServingPlan) -> dict[str, str]:
     return required_environment(plan) | (v2_environment() if plan.needs_v2_runner else {})
 
 
-def _request(material: Material, name: str, model: str, further: Mapping[str, Any]) -> EngineRequest:
+def request(material: Material, name: str, model: str, further: Mapping[str, Any]) -> EngineRequest:
     return EngineRequest(
         name=name,
         engine={

@@ -207,6 +207,7 @@ class CaptureRequirements:
 
     Attributes:
         layer_ids: the tapped layers, ascending and distinct: vLLM sorts them, and so fixes the order of features.
+            Id n may be one of them: it is then a feature too, and captured once.
         last_hidden: whether id n is needed as well (the teacher's logits are recomputed from it).
     """
 
@@ -219,7 +220,11 @@ class CaptureRequirements:
 
     def ids(self, num_layers: int) -> tuple[int, ...]:
         """All ids to capture: the taps, then id n where needed. Shape of a sample: [tokens, len(ids), hidden]."""
-        return (*self.layer_ids, num_layers) if self.last_hidden else self.layer_ids
+        return tuple(dict.fromkeys((*self.layer_ids, num_layers))) if self.last_hidden else self.layer_ids
+
+    def last_is_extra(self, num_layers: int) -> bool:
+        """Whether the last captured id is id n and no tap."""
+        return len(self.ids(num_layers)) > len(self.layer_ids)
 
 
 def _leaves_to_core(_: Any, attribute: Attribute[Any], value: Mapping[str, Any]) -> None:
@@ -298,6 +303,7 @@ class Algorithm(Item):
             (the default): any data will do.
         max_speculative_tokens: ``options -> K``, the number of tokens that the trained draft may serve.
         window: ``options -> W`` of the mask rule, or None (the default): no window.
+        full_vocabulary: the draft proposes every token of the verifier's; a recipe that reduces it is refused.
         vllm_registration: ``"module:function"`` called in vLLM's processes for an algorithm unknown to vLLM.
     """
 
@@ -314,6 +320,7 @@ class Algorithm(Item):
     loss_options: Mapping[str, Any] = field(factory=dict)
     reduction: Literal["masked_mean", "weighted_mean", "local_mean"] = "masked_mean"
     window: Callable[[Any], int | None] = _no_window
+    full_vocabulary: bool = False
     vllm_registration: str | None = None
 
 

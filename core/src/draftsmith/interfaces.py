@@ -478,7 +478,15 @@ class ExportContext:
 
 
 class CheckpointFormat(ABC):
-    """Reads, writes and checks one exported format. Built as ``cls()``."""
+    """Reads, writes and checks one exported format. Built as ``cls()``.
+
+    Attributes:
+        native: config.json is that of a model which vLLM knows by ``model_type`` and ``architectures``, and the
+            tensors have its names; only what says who drafts, for whom, and how many tokens is added. What a linter
+            asks of the layers of a draft is then left to :meth:`lint`.
+    """
+
+    native: ClassVar[bool] = False
 
     @abstractmethod
     def config(self, context: ExportContext) -> dict[str, Any]:
@@ -486,7 +494,8 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def tensors(self, model: nn.Module, context: ExportContext) -> dict[str, Tensor]:
-        """Exported name → tensor. The core casts floating tensors to the export dtype."""
+        """Exported name → tensor. The core casts floating tensors to the dtype that :meth:`expected_tensors` asks for;
+        where it asks for none, to the export dtype."""
 
     @abstractmethod
     def expected_tensors(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:

@@ -160,12 +160,14 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class AttentionWeights(NamedTuple):
-    """Projections in the compute dtype: qkv [q + 2 kv, in], o [H, q]; norms per head [head_dim] or None."""
+    """Projections in the compute dtype: qkv [q + 2 kv, in], o [H, q]; norms per head [head_dim] or None; the biases of
+    qkv [q + 2 kv] or None."""
 
     qkv: Tensor
     o: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    qkv_bias: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -174,15 +176,16 @@ class Attention(nn.Module):
     Args:
         config: sizes.
         input_size: width of the projections' input, where it is not the hidden size.
+        bias: queries, keys and values have biases, as in qwen2.
     """
 
-    def __init__(self, config: LayerConfig, input_size: int | None = None) -> None:
+    def __init__(self, config: LayerConfig, input_size: int | None = None, *, bias: bool = False) -> None:
         super().__init__()
         self.config = config
         width = input_size or config.hidden_size
-        self.q_proj = nn.Linear(width, config.query_size, bias=False)
-        self.k_proj = nn.Linear(width, config.key_value_size, bias=False)
-        self.v_proj = nn.Linear(width, config.key_value_size, bias=False)
+        self.q_proj = nn.Linear(width, config.query_size, bias=bias)
+        self.k_proj = nn.Linear(width, config.key_value_size, bias=bias)
+        self.v_proj = nn.Linear(width, config.key_value_size, bias=bias)
         self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias=False)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -192,11 +195,14 @@ class Attention(nn.Module):
 
     def fused(self, dtype: torch.dtype) -> AttentionWeights:
         """Weights for this forward pass; gradients reach the parameters."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        has_bias = self.q_proj.bias is not None
         return AttentionWeights(
-            torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).to(dtype),
+            torch.cat([each.weight for each in projections]).to(dtype),
             self.o_proj.weight.to(dtype),
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
+            torch.cat([each.bias for each in projections]).to(dtype) if has_bias else None,
         )
 
     def query(self, projected: Tensor, weights: AttentionWeights, table: RotaryTable) -> Tensor:

@@ -25,8 +25,9 @@ from attrs import frozen
 
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import VerifierError
+from draftsmith.interfaces import TensorSpec
 
-__all__ = ["read_verifier", "weight_files"]
+__all__ = ["read_verifier", "tensor_specs", "weight_files"]
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _ALIASES = {
@@ -70,6 +71,20 @@ def read_verifier(path: str | os.PathLike[str]) -> VerifierFacts:
     if _is_incomplete(text):
         text = {**text, **_completed_by_transformers(folder, text)}
     return _facts(folder, config, text, files)
+
+
+def tensor_specs(folder: Path) -> dict[str, TensorSpec]:
+    """Name → shape and stored dtype of every tensor of a model, from the headers of its files.
+
+    Raises:
+        VerifierError: there are no (complete) safetensors weights.
+    """
+    found: dict[str, TensorSpec] = {}
+    for path in weight_files(folder):
+        for name, entry in json.loads(_read_header(path).header).items():
+            if name != "__metadata__":
+                found[name] = TensorSpec(shape=tuple(entry["shape"]), dtype=entry["dtype"])
+    return found
 
 
 # --- the folder -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ since some families scale by 1 + w; it is taken from transformers' model built o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from draftsmith.interfaces import VerifierWeights
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["load_verifier_weights"]
+__all__ = ["load_verifier_weights", "read_verifier_tensors"]
 
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_f")
@@ -52,6 +52,25 @@ def load_verifier_weights(facts: VerifierFacts, *, trust_remote_code: bool = Fal
         logit_softcap=facts.logit_softcap,
         logit_scale=facts.logit_scale,
     )
+
+
+def read_verifier_tensors(facts: VerifierFacts, names: Iterable[str]) -> dict[str, Tensor]:
+    """Further tensors of the verifier by name, in their stored dtype, for drafts that begin from some of them.
+
+    Nothing else is read: a file is opened for its header, and a tensor's bytes alone are fetched.
+
+    Raises:
+        VerifierError: a tensor is missing, damaged or quantised.
+    """
+    files = _tensor_files(facts.path)
+    found: dict[str, Tensor] = {}
+    for name in names:
+        if name not in files:
+            raise VerifierError(
+                f"{name} is missing", where=str(facts.path), hint="download the model again, all of its files"
+            )
+        found[name] = _read(files, name)
+    return found
 
 
 # --- tensors on disk --------------------------------------------------------------------------------------------

@@ -11,17 +11,26 @@ from draftsmith.api import CaptureRequirements, VerifierFacts
 from draftsmith.errors import DiskSpaceError, VerifierError
 from draftsmith.interfaces import HiddenStateTransport, StateLayout
 
-__all__ = ["STATISTICS_BYTES", "Plan", "check_disk", "check_verifier", "human_bytes", "human_seconds"]
+__all__ = [
+    "STATISTICS_BYTES",
+    "Plan",
+    "check_disk",
+    "check_verifier",
+    "has_linear_layers",
+    "human_bytes",
+    "human_seconds",
+]
 
 #: Bytes that the teacher's statistics take for a token: its argmax (int32) and log-sum-exp (float32).
 STATISTICS_BYTES = 8
 _ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+#: Layers whose state runs from left to right alone, so that padding on the right changes nothing before it.
+_LINEAR_LAYERS = {"linear_attention"}
 #: Keys that only configurations with recurrent or convolutional layers have.
 _RECURRENT_KEYS = (
     "attn_layer_period",
     "conv_L_cache",
     "hybrid_override_pattern",
-    "linear_num_key_heads",
     "mamba_d_conv",
     "mamba_d_state",
     "mamba_expand",
@@ -44,7 +53,7 @@ def check_verifier(facts: VerifierFacts, requirements: CaptureRequirements) -> N
         raise VerifierError(
             f"capture of hybrid verifiers is not supported: this one has {kinds}",
             where=where,
-            hint="use a verifier whose layers are all attention",
+            hint="use a verifier whose layers are all attention, linear or not",
         )
     if facts.text_config.get("is_encoder_decoder"):
         raise VerifierError("capture needs a decoder-only verifier, and this one has an encoder", where=where)
@@ -53,9 +62,14 @@ def check_verifier(facts: VerifierFacts, requirements: CaptureRequirements) -> N
         raise VerifierError(
             f"layer ids {list(requirements.layer_ids)} do not fit a verifier of {facts.num_layers} layers",
             where=where,
-            hint=f"tap distinct ids from 0 (the embedding) to {facts.num_layers - 1}; "
-            f"{facts.num_layers} is captured as the last hidden state",
+            hint=f"tap distinct ids from 0 (the embedding) to {facts.num_layers} (the last layer's output)",
         )
+
+
+def has_linear_layers(facts: VerifierFacts) -> bool:
+    """Whether the verifier has layers of linear attention, whose states transformers captures and vLLM does not."""
+    kinds = facts.text_config.get("layer_types")
+    return isinstance(kinds, (list, tuple)) and bool(_LINEAR_LAYERS & set(map(str, kinds)))
 
 
 def _foreign_layers(text: Mapping[str, Any]) -> str:
@@ -63,7 +77,7 @@ def _foreign_layers(text: Mapping[str, Any]) -> str:
     for key in ("layer_types", "layers_block_type", "block_types"):
         value = text.get(key)
         if isinstance(value, (list, tuple)):
-            kinds |= {str(kind) for kind in value} - _ATTENTION_LAYERS
+            kinds |= {str(kind) for kind in value} - _ATTENTION_LAYERS - _LINEAR_LAYERS
     if kinds:
         return "layers of kind " + ", ".join(sorted(kinds))
     keys = [key for key in _RECURRENT_KEYS if text.get(key) is not None]

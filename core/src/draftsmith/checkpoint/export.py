@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 
     from draftsmith.api import ServingPlan
     from draftsmith.config.resolve import ResolvedRun
-    from draftsmith.interfaces import CheckpointFormat, DraftAlgorithm
+    from draftsmith.interfaces import CheckpointFormat, DraftAlgorithm, TensorSpec
 
 __all__ = ["EXPORT_DTYPE", "export_fingerprint", "own_notes", "run_export", "write_export"]
 
 #: What vLLM serves drafts in, whatever the verifier's dtype is.
 EXPORT_DTYPE = torch.bfloat16
+#: Floating dtypes by safetensors' names, for tensors whose format asks for one.
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: bool = False) -> StageRecord:
@@ -187,14 +189,17 @@ def write_export(
     config = {**format_.config(context), "dtype": str(EXPORT_DTYPE).removeprefix("torch."), OWN_KEY: dict(notes)}
     # What the rest of the config comes to; lint finds what was changed since.
     config[OWN_KEY][TRAINED_AS] = plain(format_.options(config))
-    tensors = {name: _exported(name, tensor) for name, tensor in format_.tensors(model, context).items()}
-    _check_complete(format_, config, tensors)
+    expected = format_.expected_tensors(config)
+    tensors = {
+        name: _exported(name, tensor, expected.get(name)) for name, tensor in format_.tensors(model, context).items()
+    }
+    _check_complete(expected, tensors)
     write_tensors_atomically(folder / WEIGHTS, tensors)
     write_json_atomically(folder / CONFIG, config)
     return config, tensors
 
 
-def _exported(name: str, tensor: Tensor) -> Tensor:
+def _exported(name: str, tensor: Tensor, spec: TensorSpec | None) -> Tensor:
     tensor = tensor.detach().cpu()
     if not tensor.is_floating_point():
         return tensor.contiguous()
@@ -202,13 +207,13 @@ def _exported(name: str, tensor: Tensor) -> Tensor:
         raise NumericsError(
             f"tensor {name} holds values that are not finite", hint="train again, with a lower learning rate"
         )
+    dtype = _FLOATS.get(spec.dtype or "", EXPORT_DTYPE) if spec is not None else EXPORT_DTYPE
     # A copy of its own: safetensors refuses tensors that share memory.
-    return tensor.to(EXPORT_DTYPE, copy=True).contiguous()
+    return tensor.to(dtype, copy=True).contiguous()
 
 
-def _check_complete(format_: CheckpointFormat, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _check_complete(expected: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> None:
     """vLLM does not notice what is missing, so it is checked here."""
-    expected = format_.expected_tensors(config)
     missing = sorted(name for name, spec in expected.items() if spec.required and name not in tensors)
     unknown = sorted(tensors.keys() - expected.keys())
     wrong = sorted(

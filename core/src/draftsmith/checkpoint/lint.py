@@ -56,14 +56,7 @@ def lint_checkpoint(folder: Path, registry: PluginRegistry, *, verifier: str | N
         config = read_config(folder)
     except CheckpointError as error:
         return [_from_error(error, CONFIG)]
-    findings = [*_check_top_level(config), *_check_speculators_config(config), *_check_layers(config)]
-    facts, about_verifier = _verifier(config, verifier)
-    findings += about_verifier
-    header: dict[str, StoredTensor] | None = None
-    try:
-        header = read_header(folder)
-    except CheckpointError as error:
-        findings.append(_from_error(error, WEIGHTS))
+    findings = []
     format_: CheckpointFormat | None = None
     try:
         format_ = open_format(schema_for(config, registry, CONFIG))
@@ -71,10 +64,22 @@ def lint_checkpoint(folder: Path, registry: PluginRegistry, *, verifier: str | N
         findings.append(_from_error(error, f"{CONFIG}: speculators_model_type"))
     except DraftsmithError as error:
         findings.append(_from_error(error, CONFIG))
-    if facts is not None:
-        findings += _check_against_verifier(config, facts)
+    native = format_ is not None and format_.native
+    findings += [*_check_top_level(config, native), *_check_speculators_config(config)]
+    facts, about_verifier = _verifier(config, verifier)
+    findings += about_verifier
+    header: dict[str, StoredTensor] | None = None
+    try:
+        header = read_header(folder)
+    except CheckpointError as error:
+        findings.append(_from_error(error, WEIGHTS))
+    if not native:
+        findings += _check_layers(config)
+        if facts is not None:
+            findings += _check_against_verifier(config, facts)
     if header is not None:
-        findings += _check_vocabulary(config, header, facts)
+        if not native:
+            findings += _check_vocabulary(config, header, facts)
         if format_ is not None:
             findings += _check_format(config, header, format_, facts)
     unique = list(dict.fromkeys(findings))
@@ -96,8 +101,8 @@ def _warning(what: str, where: str, hint: str = "") -> Finding:
 # --- config.json ------------------------------------------------------------------------------------------------
 
 
-def _check_top_level(config: Mapping[str, Any]) -> Iterator[Finding]:
-    if config.get("model_type") not in (None, "speculators"):
+def _check_top_level(config: Mapping[str, Any], native: bool) -> Iterator[Finding]:
+    if not native and config.get("model_type") not in (None, "speculators"):
         yield _error(
             f"a top-level model_type ({config['model_type']!r}) makes vLLM read this as a model of that type, "
             "not as a speculator",
@@ -282,7 +287,8 @@ def _check_format(
         return
     yield from _compare_tensors(expected, present)
     try:
-        if facts is not None and format_.capture(config, facts).layer_ids:
+        # The last layer's output is what every engine has in hand; layers before it must be tapped.
+        if facts is not None and any(each < facts.num_layers for each in format_.capture(config, facts).layer_ids):
             yield from _check_taps(facts)
         yield from format_.lint(config, present, facts)
         yield from _check_unchanged(config, format_)

@@ -160,9 +160,9 @@ class _Resolver:
             if verifier is not None and requirements is not None and schema is not None:
                 self.warm_start(schema, options, verifier, requirements)
         if verifier is not None:
-            self.vocabulary(verifier)
+            self.vocabulary(verifier, algorithm)
             self.length(verifier)
-            engine = self.engine(verifier)
+            engine = self.engine(verifier, requirements)
         self.raise_problems()
         # Everything below is there: what is missing has left a problem.
         return ResolvedRun(
@@ -409,8 +409,15 @@ class _Resolver:
             )
         return wanted
 
-    def vocabulary(self, verifier: api.VerifierFacts) -> None:
+    def vocabulary(self, verifier: api.VerifierFacts, algorithm: api.Algorithm | None) -> None:
         size = self.recipe.vocabulary.draft_size
+        if algorithm is not None and algorithm.full_vocabulary and size not in (None, verifier.vocab_size):
+            self.report(
+                "vocabulary.draft_size",
+                f"drafts of {algorithm.name} propose every token of the verifier's vocabulary, not {size} of them",
+                "leave it out",
+            )
+            return
         if size is not None and size > verifier.vocab_size:
             self.report(
                 "vocabulary.draft_size",
@@ -437,7 +444,7 @@ class _Resolver:
                 f" train.tokens_per_row ({row})"
             )
 
-    def engine(self, verifier: api.VerifierFacts) -> str:
+    def engine(self, verifier: api.VerifierFacts, requirements: api.CaptureRequirements | None) -> str:
         """The engine of the capture. What it cannot do is told now, not when prepare has spent its hours."""
         from draftsmith.capture.engines import choose_engine, verifier_problem
 
@@ -449,7 +456,9 @@ class _Resolver:
             if "capture" in self.stages:
                 self.report("capture.engine", error.what, error.hint)
         untapped = verifier_problem(verifier)
-        if untapped and chosen == "transformers":
+        # The last layer's output is in every engine's hand; a draft of it is served whatever can be tapped.
+        taps = requirements is not None and any(each < verifier.num_layers for each in requirements.layer_ids)
+        if untapped and taps and chosen == "transformers":
             captured = "transformers captures them, and " if wanted == "auto" else ""
             self.notes.append(f"{untapped}: {captured}that vLLM will refuse to serve a draft that reads them")
         return chosen

@@ -18,6 +18,8 @@ __all__ = ["hands_out_hidden_states"]
 
 #: The method of the interface through which an engine asks a model for the states of some layers.
 _METHOD = "set_aux_hidden_state_layers"
+#: Classes that inherit the method, and whose own forward leaves the states out.
+_INHERITED_ONLY = frozenset({"MiMoForCausalLM"})
 #: Steps from a class to its furthest ancestor.
 _DEEPEST = 8
 
@@ -34,6 +36,8 @@ def hands_out_hidden_states(architectures: Iterable[str]) -> bool | None:
     registry = _source(folder / "registry.py")
     for name in architectures:
         entry = re.search(rf'"{re.escape(name)}":\s*\(\s*"(\w+)",\s*"(\w+)"', registry)
+        if entry is not None and name in _INHERITED_ONLY:
+            return False
         if entry is not None:
             return _has_method(folder, entry[1], entry[2], _DEEPEST)
     return None

@@ -83,7 +83,9 @@ class StepTests:
         )
         row = {
             "unsupervised": attrs.evolve(case.row, loss_mask=torch.zeros_like(case.row.loss_mask)),
-            "padding": padding_row(layout, last_hidden=setup.capture.last_hidden, statistics=False),
+            "padding": padding_row(
+                layout, last_hidden=setup.capture.last_is_extra(setup.verifier.num_layers), statistics=False
+            ),
         }[kind]
         objective, optimizers = _start(case, TrainConfig(), seed=0)
         score = score_row(objective, row, torch.Generator().manual_seed(0))

@@ -167,7 +167,7 @@ FAMILIES: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]] = {
 
 def make_tiny_verifier(
     folder: str | Path,
-    family: str = "llama",
+    family: str | Callable[..., PretrainedConfig] = "llama",
     *,
     seed: int = 0,
     vocab_size: int = 320,
@@ -185,7 +185,8 @@ def make_tiny_verifier(
 
     Args:
         folder: created where missing.
-        family: a key of :data:`FAMILIES`.
+        family: a key of :data:`FAMILIES`, or a function like those there: of the sizes that all share, and of changes
+            by keyword, to a configuration.
         seed: of the weights.
         vocab_size: rows of the embedding, at least 300: 4 special tokens, 256 bytes, then merges; the last 8 rows
             are not used by the tokenizer, as in many published models.
@@ -205,7 +206,7 @@ def make_tiny_verifier(
     import torch
     from transformers import AutoModelForCausalLM
 
-    build, family_changes = FAMILIES[family]
+    build, family_changes = FAMILIES[family] if isinstance(family, str) else (family, {})
     changes = {**family_changes, **config_changes}
     if tied is not None:
         changes["tie_word_embeddings"] = tied

@@ -287,7 +287,7 @@ def _loader(run: ResolvedRun, table: Table, states: CapturedStates, statistics: 
         table,
         states,
         capacity=config.tokens_per_row,
-        last_hidden=run.requirements.last_hidden,
+        last_hidden=run.requirements.last_is_extra(run.verifier.num_layers),
         bad_samples=config.bad_samples,
         statistics=statistics,
     )

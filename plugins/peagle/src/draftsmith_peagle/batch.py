@@ -17,23 +17,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from attrs import fields, frozen
+from attrs import asdict, frozen
 from torch import Tensor
 
 from draftsmith.attention import Continuations
 from draftsmith.interfaces import PackedRow
-from draftsmith_eagle3.batch import Shifted, shift
+from draftsmith.rows import ShiftedRow, shift_by_one
 
 __all__ = ["Batch", "make_batch", "sample_anchors"]
 
 
 @frozen(kw_only=True)
-class Batch(Shifted):
+class Batch(ShiftedRow):
     """One packed row, shifted, with its elements. R rows, w of them with a target, N elements of depth >= 1.
 
     Slots are the w rows, then the N elements, chain after chain.
 
     Attributes:
+        taps: [R, A * H_t], features of x_t.
         starts: int64 [w], the rows that have a target, ascending.
         chains: the elements: which rows they continue.
         anchor: int64 [N], the row that each element continues.
@@ -43,6 +44,7 @@ class Batch(Shifted):
         chain: int64 [w + N], chain of each slot, in [0, w).
     """
 
+    taps: Tensor
     starts: Tensor
     chains: Continuations
     anchor: Tensor
@@ -62,7 +64,8 @@ def make_batch(
     generator: torch.Generator,
 ) -> Batch:
     """Shift *row* and draw its elements. Random only by *generator*."""
-    shifted, run = shift(row)
+    shifted = shift_by_one(row)
+    run = shifted.run
     device = row.input_ids.device
     starts = torch.nonzero(run >= 2).flatten()
     length = torch.zeros_like(run)
@@ -77,7 +80,8 @@ def make_batch(
     rows, step = torch.cat((starts, anchor)), torch.cat((torch.zeros_like(starts), depth))
     chain = torch.searchsorted(starts, rows)
     return Batch(
-        **{each.name: getattr(shifted, each.name) for each in fields(Shifted)},
+        **asdict(shifted, recurse=False),
+        taps=row.taps[shifted.packed_index - 1],
         starts=starts.to(device),
         chains=chains,
         anchor=anchor.to(device),
@@ -99,7 +103,7 @@ def sample_anchors(
     """The anchors of depth 1, 2, … below *num_depths*, each int64 and ascending; every one is among those before it.
 
     Args:
-        run: int64 [R], as of :func:`draftsmith_eagle3.batch.shift`.
+        run: int64 [R], as of :class:`~draftsmith.rows.ShiftedRow`.
         ratio, minimum: depth d keeps max(ratio ** d, minimum) of the seeds, less d.
         max_anchors: seeds at most; None: all rows with a target.
     """

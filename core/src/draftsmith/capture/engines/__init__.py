@@ -11,6 +11,7 @@ from types import TracebackType
 from attrs import field, frozen
 
 from draftsmith.api import VerifierFacts
+from draftsmith.capture.plan import has_linear_layers
 from draftsmith.errors import ServingError
 from draftsmith.interfaces import StateLayout
 from draftsmith.serving.vllm_models import hands_out_hidden_states
@@ -141,6 +142,9 @@ def choose_engine(name: str, verifier: VerifierFacts | None = None) -> str:
     problem, remedy = vllm_problem(), "install vLLM"
     if problem is None and verifier is not None:
         problem, remedy = verifier_problem(verifier), "install a version of vLLM whose class of that name does"
+        if problem is None and has_linear_layers(verifier):
+            problem = "vLLM's hidden states of models with layers of linear attention are not proved to be the model's"
+            remedy = "capture where transformers can"
     if name == "auto":
         return "transformers" if problem else "vllm"
     if name == "vllm" and problem:

@@ -1,0 +1,106 @@
+"""A whole run on a tiny model with a native head, by the command line: what it makes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from make_mimo import add_head
+
+from draftsmith.checkpoint.exported import load_draft
+from draftsmith.cli import main
+from draftsmith.plugins import load_plugins
+from draftsmith.testing.verifiers import make_tiny_verifier
+
+pytestmark = pytest.mark.slow
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "what", "is", "capital", "of", "France")
+STAGES = ("prepare", "capture", "train", "export")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A verifier with a head, one without, and forty conversations."""
+    folder = tmp_path_factory.mktemp("run")
+    make_tiny_verifier(folder / "headless", "llama")
+    make_tiny_verifier(folder / "verifier", "llama")
+    add_head(folder / "verifier")
+    draw = random.Random(0)
+    with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(40):
+            question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(8, 20))) for _ in range(2))
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return folder
+
+
+def recipe(home: Path, output: Path, options: dict[str, Any], **values: Any) -> Path:
+    content = {
+        "verifier": str(home / "verifier"),
+        "output": str(output),
+        "algorithm": {"name": "mtp", "options": options},
+        "transport": "hs_file",
+        "data": {"sources": [str(home / "chats.jsonl")], "max_length": 128, "validation_share": 0.2},
+        "train": {"epochs": 2, "tokens_per_row": 256, "learning_rate": 2e-3, "compute_dtype": "float32"},
+        **values,
+    }
+    path = output.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "more"), [({}, {}), ({"num_steps": 2}, {"mask": "step_by_step", "loss": "kl_div"})]
+)
+def test_from_conversations_to_a_head_without_a_finding(
+    home: Path, tmp_path: Path, options: dict[str, Any], more: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(home, tmp_path / "out", options, **more)
+    for stage in STAGES:
+        assert main([stage, str(path)]) == 0, capsys.readouterr().err
+    assert main(["lint", str(tmp_path / "out" / "checkpoint")]) == 0
+    assert "0 errors, 0 warnings" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "out" / "training" / "metrics.jsonl").read_text().splitlines()]
+    validation = [line for line in lines if line["phase"] == "validation"]
+    steps = options.get("num_steps", 3)
+    assert f"prefix_{steps - 1}" in validation[-1]
+    assert validation[-1]["loss"] < validation[0]["loss"] < 7
+    algorithm, model, _ = load_draft(tmp_path / "out" / "checkpoint", load_plugins())
+    drafted = algorithm.drafter(model).propose(torch.tensor([5, 6, 7, 8]), torch.randn(3, 64), steps)
+    assert drafted.shape == (steps, 320)
+    again = recipe(home, tmp_path / "again", options, **more)
+    warm = f"train.warm_start={tmp_path / 'out' / 'checkpoint'}"
+    assert main(["run", str(again), "--set", warm, "--explain"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({"num_steps": 0}, {}, "num_steps"),
+        ({}, {"vocabulary": {"draft_size": 128}}, "propose every token of the verifier's vocabulary, not 128"),
+        ({}, {"verifier": "headless"}, "no family of multi-token-prediction heads is known for LlamaForCausalLM"),
+        ({}, {"export": {"speculative_tokens": 4}}, "4 is more than the 3 tokens"),
+        ({"num_stepps": 2}, {}, "num_stepps"),
+        ({}, {"mask": "causal", "train": {"attention": "linear"}}, "the mask Causal has no linear form here"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(
+    home: Path,
+    tmp_path: Path,
+    options: dict[str, Any],
+    more: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = {key: str(home / value) if key == "verifier" else value for key, value in more.items()}
+    path = recipe(home, tmp_path / "out", options, **more)
+    assert main(["run", str(path)]) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert message in printed
+    assert "→" in printed, "it does not say what to do"
+    assert not (tmp_path / "out").exists()
