@@ -503,6 +503,17 @@ class CheckpointFormat(ABC):
     ) -> Sequence[Finding]:
         """Findings beyond shapes and names (which the core compares): flags, ids, ranges. Torch-free."""
 
+    def unread_files(self, config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, str]:
+        """Of *names*, the files in a checkpoint's folder, those that vLLM takes weights from, and :meth:`load` not.
+
+        The simulator and training would draft with other weights than vLLM, so such a checkpoint is neither loaded
+        nor begun from, and lint warns of it. Torch-free.
+
+        Returns:
+            Name → what vLLM does with the file, as the end of a sentence; empty (the default): there are none.
+        """
+        return {}
+
     @abstractmethod
     def load(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         """Put exported tensors back into a model built for the same setup; the inverse of :meth:`tensors`."""

@@ -26,6 +26,7 @@ from draftsmith.checkpoint.exported import (
     read_header,
     read_tensor,
     schema_for,
+    unread_files,
     verifier_of,
 )
 from draftsmith.config.load import leaves
@@ -77,6 +78,7 @@ def lint_checkpoint(folder: Path, registry: PluginRegistry, *, verifier: str | N
         findings += _check_vocabulary(config, header, facts)
         if format_ is not None:
             findings += _check_format(config, header, format_, facts)
+            findings += _check_files(folder, config, format_)
     unique = list(dict.fromkeys(findings))
     return sorted(unique, key=lambda finding: finding.severity != "error")
 
@@ -321,6 +323,11 @@ def _check_servable(config: Mapping[str, Any], format_: CheckpointFormat) -> Ite
         return  # what is missing there has been reported with the config
     if reason is not None:
         yield _error(reason, CONFIG, "it can be simulated, trained on, and served by another runtime")
+
+
+def _check_files(folder: Path, config: Mapping[str, Any], format_: CheckpointFormat) -> Iterator[Finding]:
+    for unread in unread_files(folder, config, format_):
+        yield _warning(unread, str(folder), "it is served, and can be neither simulated nor trained on")
 
 
 def _check_taps(facts: VerifierFacts) -> Iterator[Finding]:

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith import api
-from draftsmith.checkpoint.exported import CONFIG, open_format, read_config, read_header, read_tensors, vocabulary_of
+from draftsmith.checkpoint.exported import (
+    CONFIG,
+    open_format,
+    read_config,
+    read_header,
+    read_tensors,
+    unread_files,
+    vocabulary_of,
+)
 from draftsmith.errors import CheckpointError, Problem
 
 if TYPE_CHECKING:
@@ -61,6 +69,12 @@ def _compare(
     verifier: api.VerifierFacts,
     requirements: api.CaptureRequirements,
 ) -> Iterator[Problem]:
+    for unread in unread_files(folder, config, format_):
+        yield Problem(
+            f"{unread}: training would begin from another draft than the one that was trained",
+            where=str(folder),
+            hint="train this draft from fresh weights",
+        )
     yield from format_.warm_start_problems(config, options, verifier)
     tapped = format_.capture(config, verifier).layer_ids
     if tapped != requirements.layer_ids:

@@ -47,6 +47,8 @@ _IDS = "aux_hidden_state_layer_ids"
 _NON_CAUSAL = "sliding_window_non_causal"
 #: Gives queries, keys, values and outputs biases in vLLM, which then loads them.
 _BIAS = "attention_bias"
+#: Its row stands in for the embedding of the mask token; vLLM asks for it by this name in every DFlash draft's folder.
+_MASK_FILE = "mask_embedding.pt"
 _BIASES = "its attention has biases, which vLLM serves, and which are neither trained nor simulated here"
 
 
@@ -103,6 +105,10 @@ class BlockCheckpoint(SpeculatorsFormat):
         found = biases(names)
         loaded = set(_loaded_biases(config, found))
         return [name for name in found if name not in loaded]
+
+    def unread_files(self, config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, str]:
+        """The file of a mask row of its own, a pickle, which is never opened here."""
+        return {name: "puts its row in place of the mask token's embedding" for name in names if name == _MASK_FILE}
 
     def block_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The options that those of :meth:`block_keys` and the layers imply."""

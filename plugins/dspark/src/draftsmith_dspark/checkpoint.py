@@ -87,6 +87,10 @@ class DSparkCheckpoint(BlockCheckpoint):
     def passed_over(self, config: Mapping[str, Any], names: Iterable[str]) -> Sequence[str]:
         return [name for name in super().passed_over(config, names) if not name.startswith(_HEADS)]
 
+    def unread_files(self, config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, str]:
+        """Those of a DFlash draft that is begun from: of this type vLLM reads the tensors alone."""
+        return {} if _is_dspark(config) else super().unread_files(config, names)
+
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         config = _translated(config)
         layout = _layout(config)
