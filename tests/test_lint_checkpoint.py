@@ -190,6 +190,13 @@ def test_what_was_changed_since_the_export_is_found(
     assert lint_checkpoint(made.folder, registry) == []
 
 
+def test_a_draft_of_no_known_kind_comes_with_what_can_be_done(checkpoint_copy, registry):
+    damage(checkpoint_copy, lambda config, _: config.pop("speculators_model_type"))
+    (finding,) = (each for each in lint_checkpoint(checkpoint_copy, registry) if "speculators_model_type" in each.what)
+    assert "`speculators convert`" in finding.hint
+    assert "train.warm_start" in finding.hint
+
+
 def test_target_ids_are_told_from_offsets_even_where_they_are_in_range(exported, checkpoint_copy, registry):
     def low_ids_without_t2d(_, tensors):
         tensors["d2t"] = torch.arange(128)  # as offsets: ids 0, 2, 4, … 254

@@ -152,6 +152,7 @@ def test_a_checkpoint_that_cannot_be_begun_from_is_found_before_anything_starts(
     (problem,) = caught.value.problems
     assert message in problem.what
     assert "checkpoint" in problem.where
+    assert "convert" not in str(problem.hint)  # nothing here does
 
 
 @pytest.mark.usefixtures("case")

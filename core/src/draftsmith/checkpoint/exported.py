@@ -173,7 +173,8 @@ def schema_for(config: Mapping[str, Any], registry: PluginRegistry, where: str |
         raise CheckpointError(
             "speculators_model_type is missing: nobody can tell which kind of draft this is",
             where=where,
-            hint="a checkpoint of another format must be converted first",
+            hint="some other projects' drafts are brought into this format by the speculators library (`speculators "
+            "convert`), and training begins from some as they are (train.warm_start)",
         )
     for schema in registry.schemas:
         if kind in schema.speculators_types:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["begin_from", "checkpoint_digest", "vocabulary_problems", "warm_start_problems"]
 
+_OTHER_TYPE = "name a checkpoint of such a type, or leave train.warm_start out and train this draft from fresh weights"
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 
 
@@ -52,7 +53,7 @@ def warm_start_problems(
     known = (*schema.speculators_types, *schema.warm_start_types)
     if kind is not None and kind not in known:
         what = f"the checkpoint is of type {kind!r}; a draft of type {schema.name} begins from {' or '.join(known)}"
-        return [Problem(what, where=str(folder / CONFIG), hint="convert it, or train this draft from fresh weights")]
+        return [Problem(what, where=str(folder / CONFIG), hint=_OTHER_TYPE)]
     try:
         return list(_compare(open_format(schema), config, folder, options, verifier, requirements))
     except _MALFORMED as error:
