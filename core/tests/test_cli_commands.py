@@ -284,6 +284,16 @@ def test_explain_says_where_each_value_came_from(capsys, recipe):
     assert not (recipe.parent / "out").exists()
 
 
+def test_explain_says_what_null_comes_to(capsys, recipe, verifier_folder):
+    layers = json.loads((verifier_folder / "config.json").read_text())["num_hidden_layers"]
+    assert main(["run", str(recipe), "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert f"algorithm.options.scale comes to {layers / 2}\n" in out
+    assert "algorithm.options.steps comes to" not in out  # it is given
+    assert main(["run", str(recipe), "--explain", "--set", "algorithm.options.scale=3"]) == 0
+    assert "comes to" not in capsys.readouterr().out
+
+
 # --- running ----------------------------------------------------------------------------------------------------
 
 

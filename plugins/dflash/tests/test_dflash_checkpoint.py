@@ -30,6 +30,7 @@ from draftsmith_dflash.options import (
     check,
     check_data,
     default_layer_ids,
+    derived,
     layer_attention,
     mask_token,
     max_speculative_tokens,
@@ -136,6 +137,22 @@ def test_options_that_vllm_serves_as_trained(material: Material, options: dict[s
 def test_values_out_of_range_are_refused_at_once(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):
         DFlashOptions(**values)
+
+
+def test_what_null_comes_to(material: Material) -> None:
+    facts = material.facts
+    assert derived(DFlashOptions(block_size=10), facts) == {
+        "hidden_size": 64,
+        "intermediate_size": facts.intermediate_size,
+        "layer_ids": (2, 3, 4, 5, 6),
+        "mask_token_id": SPARE,
+        "gamma": 5.0,
+    }
+    own = DFlashOptions(hidden_size=32, layer_overrides={"intermediate_size": 40}, position_weights="uniform")
+    assert (derived(own, facts)["hidden_size"], derived(own, facts)["intermediate_size"]) == (32, 40)
+    assert "gamma" not in derived(own, facts)
+    (options,) = (each.derived for each in load_plugins().algorithms if each.name == "dspark")
+    assert options(DFlashOptions(), facts)["mask_token_id"] == SPARE
 
 
 def test_the_verifier_says_what_is_captured_and_served(material: Material) -> None:

@@ -72,7 +72,7 @@ def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Ma
         summaries: stage → its recorded figures, for those of the stages before the export.
     """
     recipe = run.resolved_recipe()
-    options = recipe["algorithm"]["options"]
+    options = {**recipe["algorithm"]["options"], **run.derived}
     lines = [
         "---",
         f"base_model: {json.dumps(verifier)}",
