@@ -265,6 +265,9 @@ def test_the_linter_says_which_heads_vllm_loads(
     errors = [each.what for each in findings if each.severity == "error"]
     assert len(errors) == (0 if reason is None else 1)
     assert reason is None or reason in errors[0]
+    # … and the recipe, before the hours of training
+    notes = case.registered.notes(case.algorithm.setup.options, case.algorithm.setup.verifier)
+    assert [note.startswith(errors[0]) for note in notes] == ([] if reason is None else [True])
 
 
 # --- beginning from another checkpoint --------------------------------------------------------------------------

@@ -340,6 +340,8 @@ class _Resolver:
     ) -> api.CaptureRequirements | None:
         found = [self.option_problem(each) for each in algorithm.check(options, verifier)]
         self.problems += found
+        if not found:
+            self.notes += algorithm.notes(options, verifier)
         try:
             requirements = algorithm.requirements(options, verifier)
         except ValueError as error:

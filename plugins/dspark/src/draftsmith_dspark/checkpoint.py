@@ -27,7 +27,7 @@ from draftsmith.speculators import (
 )
 from draftsmith_dflash.checkpoint import BlockCheckpoint
 from draftsmith_dflash.options import Layout, layer_config
-from draftsmith_dspark.options import DSparkOptions, MarkovKind
+from draftsmith_dspark.options import DSparkOptions, MarkovKind, why_unservable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -122,7 +122,7 @@ class DSparkCheckpoint(BlockCheckpoint):
 
     def serving(self, config: Mapping[str, Any]) -> ServingPlan:
         """Model runner V2 only, and only the vanilla Markov head."""
-        plan, reason = super().serving(config), _why_unservable(config)
+        plan, reason = super().serving(config), why_unservable(_rank(config), _kind(config))
         notes = () if reason else (*plan.notes, *_notes(config))
         return evolve(plan, needs_v2_runner=True, unservable=reason, notes=notes)
 
@@ -223,14 +223,6 @@ def _notes(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("enable_confidence_head"):
         yield 'Its confidence head is used with `"enable_adaptive_verification": true` in the speculative config.'
     yield 'Where tokens are sampled, `"draft_sample_method": "probabilistic"` gets more of them accepted.'
-
-
-def _why_unservable(config: Mapping[str, Any]) -> str | None:
-    if not _rank(config):
-        return "vLLM serves this type with a Markov head only, and there is none (markov_rank 0)"
-    if _kind(config) != "vanilla":
-        return f"vLLM loads the vanilla Markov head alone; this one is of the kind {_kind(config)}"
-    return None
 
 
 # --- lint -------------------------------------------------------------------------------------------------------
