@@ -443,12 +443,17 @@ class Drafter(ABC):
 
 @frozen(kw_only=True)
 class TensorSpec:
-    """Shape and dtype (safetensors' names, e.g. ``BF16``; None: any float) of an exported tensor."""
+    """Shape and dtype (safetensors' names, e.g. ``BF16``; None: any float) of an exported tensor.
+
+    Attributes:
+        refused: vLLM refuses a checkpoint without it. Of most tensors it does not notice that they are missing.
+    """
 
     shape: tuple[int, ...]
     dtype: str | None = None
     required: bool = True
     why: str = ""
+    refused: bool = False
 
 
 @frozen(kw_only=True)

@@ -176,7 +176,8 @@ def _check_rope(part: Mapping[str, Any], where: str) -> Iterator[Finding]:
     theta = rope.get("rope_theta")
     if not isinstance(theta, int | float) or theta <= 0:
         yield _error(
-            "rope_theta is missing; vLLM falls back to 10000, and the draft attends at other angles than trained",
+            "rope_theta is missing; vLLM falls back to a value of its own, which depends on the class, and the draft "
+            "attends at other angles than trained",
             f"{where_rope}.rope_theta",
             "write the value that the draft was trained with",
         )
@@ -345,9 +346,10 @@ def _compare_tensors(expected: Mapping[str, TensorSpec], present: Mapping[str, T
         found = present.get(name)
         if found is None:
             if spec.required:
+                unnoticed = "vLLM does not notice, and drafts with whatever that memory holds"
                 yield _error(
-                    f"tensor {name} {list(spec.shape)} is missing; vLLM does not notice, and drafts with whatever "
-                    "that memory holds",
+                    f"tensor {name} {list(spec.shape)} is missing; "
+                    f"{'vLLM refuses the checkpoint' if spec.refused else unnoticed}",
                     f"{WEIGHTS}: {name}",
                     spec.why or "export again",
                 )

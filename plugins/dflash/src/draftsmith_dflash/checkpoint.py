@@ -31,6 +31,7 @@ from draftsmith.speculators import (
     lint_layer_ids,
     lint_layers,
     lint_mask_token,
+    lint_read_plainly,
     other_network,
     shared_tensor_specs,
     speculative_tokens,
@@ -159,7 +160,7 @@ class BlockCheckpoint(SpeculatorsFormat):
             *lint_biases(self.passed_over(config, present)),
             *lint_mask_token(_mask_token_id(config), config, verifier),
             *_lint_layer_type(config),
-            *_lint_read_plainly(config),
+            *lint_read_plainly(config, READ_PLAINLY),
             *_lint_block_size(config, self.predicting_rows(config), self.rows_see_each_other(config)),
         ]
         if "mask_hidden" in present:
@@ -306,13 +307,6 @@ def _lint_layer_type(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 #: Keys of the layers that vLLM's class reads without a default; sizes are checked with the format itself.
 READ_PLAINLY = ("hidden_act", "max_position_embeddings", "num_key_value_heads", "rms_norm_eps")
-
-
-def _lint_read_plainly(config: Mapping[str, Any]) -> Iterator[Finding]:
-    layers = layers_of(config)
-    for key in READ_PLAINLY:
-        if layers.get(key) is None:
-            yield error(f"{key} is missing; vLLM has no default for it, and fails", f"transformer_layer_config.{key}")
 
 
 def _lint_block_size(config: Mapping[str, Any], rows: int | None, see_each_other: bool) -> Iterator[Finding]:

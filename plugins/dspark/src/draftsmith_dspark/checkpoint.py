@@ -66,6 +66,9 @@ class DSparkCheckpoint(BlockCheckpoint):
         layers = LayerConfig.from_dict({"model_type": "qwen3", **layers_of(config)})
         width, rank = layers.hidden_size, _rank(config)
         specs = dict(super().expected_tensors(config))
+        if draft_size(config) < layers.vocab_size:
+            why = "this type's loader asks for it where the vocabulary is reduced"
+            specs |= {name: evolve(specs[name], refused=True, why=why) for name in ("lm_head.weight", "d2t")}
         if rank:
             why = "vLLM does not miss it, and corrects the logits by noise"
             specs["markov_head.markov_w1.weight"] = TensorSpec(shape=(layers.vocab_size, rank), why=why)
