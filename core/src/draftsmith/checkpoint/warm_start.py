@@ -1,8 +1,8 @@
 """Training that begins from an exported checkpoint (``train.warm_start``) instead of fresh weights.
 
 The checkpoint's schema says whether its network is the run's; what holds for every schema is compared here: the type,
-the layers that are tapped, the draft's vocabulary. Which tokens that has is known once the data are prepared;
-all else, how many it has among it, before torch is imported.
+the layers that are tapped, the draft's vocabulary. Which tokens that has is known once the data are prepared, and
+compared then; all else, how many it has among it, before torch is imported.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from draftsmith.checkpoint.exported import (
     open_format,
     read_config,
     read_header,
+    read_tensor,
     read_tensors,
     unread_files,
     vocabulary_of,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from draftsmith.interfaces import CheckpointFormat, VocabularyMap
 
-__all__ = ["begin_from", "checkpoint_digest", "vocabulary_problems", "warm_start_problems"]
+__all__ = ["begin_from", "check_vocabulary", "checkpoint_digest", "vocabulary_problems", "warm_start_problems"]
 
 _OTHER_TYPE = "name a checkpoint of such a type, or leave train.warm_start out and train this draft from fresh weights"
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
@@ -100,6 +101,18 @@ def vocabulary_problems(folder: Path, draft_size: int | None, verifier: api.Veri
         return []
     what = f"its draft vocabulary has {theirs} tokens, this run's {ours}"
     return [Problem(what, hint=f"set vocabulary.draft_size to {theirs}")]
+
+
+def check_vocabulary(folder: Path, vocabulary: VocabularyMap) -> None:
+    """Whether a draft of *vocabulary* can begin from the checkpoint in *folder*, of which its map alone is read.
+
+    Raises:
+        CheckpointError: it is of another draft vocabulary, or cannot be read.
+    """
+    import torch
+
+    stored = read_header(folder).get("d2t")
+    _check_vocabulary(folder, {} if stored is None else {"d2t": torch.tensor(read_tensor(stored))}, vocabulary)
 
 
 def begin_from(
