@@ -179,6 +179,7 @@ def test_the_card_says_what_was_trained_where_the_recipe_says_null(trained):
     run_export(trained)
     card = (trained.folders.checkpoint / "README.md").read_text()
     config = json.loads((trained.folders.checkpoint / "config.json").read_text())
+    assert "What is served is measured on other prompts" in card
     assert f"* layer_ids: {config['eagle_aux_hidden_state_layer_ids']}\n" in card
     assert f"* intermediate_size: {config['transformer_layer_config']['intermediate_size']}\n" in card
 
