@@ -389,8 +389,8 @@ def test_what_the_system_refuses_is_for_the_user_to_mend(capsys, recipe, monkeyp
     assert "should not happen" not in message
 
 
-def test_an_unknown_item_of_a_known_name_says_what_to_install(capsys):
-    assert "pip install draftsmith-peagle" in problems(capsys, "plugins", "show", "peagle")
+def test_an_item_that_is_not_installed_says_what_to_install(capsys):
+    assert "pip install draftsmith-medusa" in problems(capsys, "plugins", "show", "medusa")
 
 
 def test_a_verifier_named_to_lint_must_be_there(capsys, tmp_path):
