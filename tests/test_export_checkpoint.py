@@ -174,6 +174,16 @@ def test_what_lint_refuses_is_not_left_in_the_checkpoint(trained, monkeypatch):
     assert lint_checkpoint(folder, trained.registry) == []
 
 
+def test_the_card_says_what_was_trained_where_the_recipe_says_null(trained):
+    assert trained.resolved_recipe()["algorithm"]["options"]["layer_ids"] is None
+    run_export(trained)
+    card = (trained.folders.checkpoint / "README.md").read_text()
+    config = json.loads((trained.folders.checkpoint / "config.json").read_text())
+    assert "What is served is measured on other prompts" in card
+    assert f"* layer_ids: {config['eagle_aux_hidden_state_layer_ids']}\n" in card
+    assert f"* intermediate_size: {config['transformer_layer_config']['intermediate_size']}\n" in card
+
+
 def test_an_export_that_lost_its_weights_is_made_again_or_stays_incomplete(trained, monkeypatch):
     folder = trained.folders.checkpoint
     run_export(trained)

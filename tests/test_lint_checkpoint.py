@@ -117,6 +117,11 @@ CASES = {
     "short positions": (lambda c, t: layers(c).update(max_position_embeddings=16), "warning", "is 16, the verifier's"),
     "partial rotary": (lambda c, t: layers(c).update(partial_rotary_factor=0.5), "error", "partial rotary (0.5)"),
     "no theta": (lambda c, t: layers(c)["rope_parameters"].pop("rope_theta"), "error", "rope_theta is missing"),
+    "no theta, and no number that would be wrong for half of the classes": (
+        lambda c, t: layers(c)["rope_parameters"].pop("rope_theta"),
+        "error",
+        "a value of its own, which depends on the class",
+    ),
     "another theta": (
         lambda c, t: layers(c)["rope_parameters"].update(rope_theta=5.0),
         "warning",
@@ -188,6 +193,26 @@ def test_what_was_changed_since_the_export_is_found(
     assert "draftsmith.trained_as" in finding.hint
     damage(made.folder, lambda config, _: config["draftsmith"].pop("trained_as"))
     assert lint_checkpoint(made.folder, registry) == []
+
+
+@pytest.mark.parametrize(("algorithm", "noticed"), [("dspark", True), ("dflash", False)])
+@pytest.mark.parametrize("name", ["lm_head.weight", "d2t"])
+def test_it_says_whether_vllm_notices_what_is_missing(
+    algorithm, noticed, name, export_draft, tiny_verifier, tmp_path, registry
+):
+    made = export_draft(tmp_path / "draft", tiny_verifier, algorithm=algorithm, draft_size=128, num_layers=1)
+    damage(made.folder, lambda _, tensors: tensors.pop(name))
+    (finding,) = (each for each in lint_checkpoint(made.folder, registry) if f"tensor {name}" in each.what)
+    assert ("vLLM refuses" in finding.what) is noticed
+    assert ("vLLM does not notice" in finding.what) is not noticed
+    assert not (noticed and "does not miss" in finding.hint)
+
+
+def test_a_draft_of_no_known_kind_comes_with_what_can_be_done(checkpoint_copy, registry):
+    damage(checkpoint_copy, lambda config, _: config.pop("speculators_model_type"))
+    (finding,) = (each for each in lint_checkpoint(checkpoint_copy, registry) if "speculators_model_type" in each.what)
+    assert "`speculators convert`" in finding.hint
+    assert "train.warm_start" in finding.hint
 
 
 def test_target_ids_are_told_from_offsets_even_where_they_are_in_range(exported, checkpoint_copy, registry):

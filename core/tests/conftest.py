@@ -110,6 +110,8 @@ TINKER = """
                 schema="tinker",
                 requirements=lambda options, verifier: api.CaptureRequirements(layer_ids=options.layer_ids),
                 check=check,
+                notes=lambda options, verifier: ["spicy drafts burn"] if options.flavour == "spicy" else [],
+                derived=lambda options, verifier: {"scale": verifier.num_layers / 2, "steps": 99},
                 max_speculative_tokens=lambda options: options.steps,
             )
         ]

@@ -284,6 +284,16 @@ def test_explain_says_where_each_value_came_from(capsys, recipe):
     assert not (recipe.parent / "out").exists()
 
 
+def test_explain_says_what_null_comes_to(capsys, recipe, verifier_folder):
+    layers = json.loads((verifier_folder / "config.json").read_text())["num_hidden_layers"]
+    assert main(["run", str(recipe), "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert f"algorithm.options.scale comes to {layers / 2}\n" in out
+    assert "algorithm.options.steps comes to" not in out  # it is given
+    assert main(["run", str(recipe), "--explain", "--set", "algorithm.options.scale=3"]) == 0
+    assert "comes to" not in capsys.readouterr().out
+
+
 # --- running ----------------------------------------------------------------------------------------------------
 
 
@@ -379,8 +389,8 @@ def test_what_the_system_refuses_is_for_the_user_to_mend(capsys, recipe, monkeyp
     assert "should not happen" not in message
 
 
-def test_an_unknown_item_of_a_known_name_says_what_to_install(capsys):
-    assert "pip install draftsmith-peagle" in problems(capsys, "plugins", "show", "peagle")
+def test_an_item_that_is_not_installed_says_what_to_install(capsys):
+    assert "pip install draftsmith-medusa" in problems(capsys, "plugins", "show", "medusa")
 
 
 def test_a_verifier_named_to_lint_must_be_there(capsys, tmp_path):

@@ -332,6 +332,12 @@ def test_rows_that_training_will_cut_are_remarked_upon(recipe):
     assert "train.tokens_per_row (256)" in note
 
 
+def test_the_algorithms_notes_are_told_before_anything_starts(recipe, capsys):
+    for flavour, told in (("spicy", True), ("plain", False)):
+        assert main(["run", str(recipe), "--check", "--set", f"algorithm.options.flavour={flavour}"]) == 0
+        assert ("note: spicy drafts burn\n" in capsys.readouterr().err) is told
+
+
 def test_a_verifier_that_cannot_be_captured_fails_at_once(recipe, tmp_path):
     folder = tmp_path / "hybrid"
     shutil.copytree(run_of(recipe).verifier.path, folder)

@@ -20,6 +20,7 @@ from draftsmith.config.load import load_recipe
 from draftsmith.config.resolve import resolve
 from draftsmith.config.structure import plain
 from draftsmith.errors import CheckpointError, ConfigError, FingerprintMismatch, UserError
+from draftsmith.pipeline import check_data
 from draftsmith.plugins import load_plugins
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.train.run import prepare_training, run_train, train_fingerprint
@@ -152,6 +153,7 @@ def test_a_checkpoint_that_cannot_be_begun_from_is_found_before_anything_starts(
     (problem,) = caught.value.problems
     assert message in problem.what
     assert "checkpoint" in problem.where
+    assert "convert" not in str(problem.hint)  # nothing here does
 
 
 @pytest.mark.usefixtures("case")
@@ -210,8 +212,18 @@ def test_another_vocabulary_is_refused(warm, d2t, message):
         tensors = load_file(folder / "model.safetensors")
         save_file({**tensors, "d2t": d2t}, folder / "model.safetensors")
 
+    run = warm(change)
     with pytest.raises(CheckpointError, match=message):
-        prepare_training(warm(change))
+        prepare_training(run)
+    with pytest.raises(CheckpointError, match=message):
+        check_data(run)  # before anything is captured
+
+
+def test_the_vocabulary_is_compared_once_there_is_one(warm):
+    run = warm()
+    check_data(run)
+    shutil.rmtree(run.folders.prepared)
+    check_data(run)
 
 
 @pytest.mark.parametrize(("draft_size", "theirs"), [("64", 128), ("null", 128), ("128", 320)])

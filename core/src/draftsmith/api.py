@@ -282,6 +282,14 @@ def _no_problems(options: Any, verifier: VerifierFacts) -> Sequence[Problem]:
     return ()
 
 
+def _no_notes(options: Any, verifier: VerifierFacts) -> Sequence[str]:
+    return ()
+
+
+def _nothing_derived(options: Any, verifier: VerifierFacts) -> Mapping[str, Any]:
+    return {}
+
+
 def _no_window(options: Any) -> int | None:
     return None
 
@@ -301,6 +309,10 @@ class Algorithm(Item):
         check: ``(options, verifier) -> problems``, found before anything heavy starts; torch-free.
         check_data: ``(options, verifier, data) -> problems``, found once the data are prepared; torch-free. None
             (the default): any data will do.
+        notes: ``(options, verifier) ->`` what works and may surprise, such as a draft that no vLLM serves: a sentence
+            each, without its full stop, told before anything starts. Asked once ``check`` finds nothing; torch-free.
+        derived: ``(options, verifier) ->`` what options come to whose null stands for a choice, by name: shown by
+            ``--explain`` and in the model card. Asked once ``check`` finds nothing; torch-free.
         max_speculative_tokens: ``options -> K``, the number of tokens that the trained draft may serve.
         window: ``options -> W`` of the mask rule, or None (the default): no window.
         full_vocabulary: the draft proposes every token of the verifier's; a recipe that reduces it is refused.
@@ -317,6 +329,8 @@ class Algorithm(Item):
     max_speculative_tokens: Callable[[Any], int]
     check: Callable[[Any, VerifierFacts], Sequence[Problem]] = _no_problems
     check_data: Callable[[Any, VerifierFacts, DataFacts], Sequence[Problem]] | None = None
+    notes: Callable[[Any, VerifierFacts], Sequence[str]] = _no_notes
+    derived: Callable[[Any, VerifierFacts], Mapping[str, Any]] = _nothing_derived
     loss_options: Mapping[str, Any] = field(factory=dict)
     reduction: Literal["masked_mean", "weighted_mean", "local_mean"] = "masked_mean"
     window: Callable[[Any], int | None] = _no_window

@@ -443,12 +443,17 @@ class Drafter(ABC):
 
 @frozen(kw_only=True)
 class TensorSpec:
-    """Shape and dtype (safetensors' names, e.g. ``BF16``; None: any float) of an exported tensor."""
+    """Shape and dtype (safetensors' names, e.g. ``BF16``; None: any float) of an exported tensor.
+
+    Attributes:
+        refused: vLLM refuses a checkpoint without it. Of most tensors it does not notice that they are missing.
+    """
 
     shape: tuple[int, ...]
     dtype: str | None = None
     required: bool = True
     why: str = ""
+    refused: bool = False
 
 
 @frozen(kw_only=True)
@@ -511,6 +516,17 @@ class CheckpointFormat(ABC):
         self, config: Mapping[str, Any], present: Mapping[str, TensorSpec], verifier: VerifierFacts | None
     ) -> Sequence[Finding]:
         """Findings beyond shapes and names (which the core compares): flags, ids, ranges. Torch-free."""
+
+    def unread_files(self, config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, str]:
+        """Of *names*, the files in a checkpoint's folder, those that vLLM takes weights from, and :meth:`load` not.
+
+        The simulator and training would draft with other weights than vLLM, so such a checkpoint is neither loaded
+        nor begun from, and lint warns of it. Torch-free.
+
+        Returns:
+            Name → what vLLM does with the file, as the end of a sentence; empty (the default): there are none.
+        """
+        return {}
 
     @abstractmethod
     def load(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

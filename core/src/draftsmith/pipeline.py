@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.resolve import RUN_FILE, ResolvedRun
@@ -91,6 +92,7 @@ def run_all(
 
     Raises:
         ConfigError: the algorithm cannot use the recipe's mask or form of attention, or the prepared data.
+        CheckpointError: training would begin from a checkpoint of another vocabulary than that of the prepared data.
         OutputError: the output is not this run's to write to, or another command is at work there.
     """
     wanted = list(STAGES) if stages is None else [name for name in STAGES if name in stages]
@@ -152,12 +154,20 @@ def check_data(run: ResolvedRun) -> None:
 
     Raises:
         ConfigError: with all problems found; nothing, where the data are not prepared yet.
+        CheckpointError: training would begin from a checkpoint of another vocabulary.
     """
     record = Stage("prepare", run.folders.prepared).record()
-    if run.algorithm.check_data is None or record is None or not record.complete:
+    if record is None or not record.complete:
         return
     from draftsmith.data.dataset import open_prepared
 
+    if run.recipe.train.warm_start is not None:
+        from draftsmith.checkpoint.warm_start import check_vocabulary
+
+        folder = Path(run.recipe.train.warm_start).expanduser()
+        check_vocabulary(folder, open_prepared(run.folders.prepared).vocabulary())
+    if run.algorithm.check_data is None:
+        return
     facts = open_prepared(run.folders.prepared).facts(run.recipe.train.tokens_per_row)
     problems = run.algorithm.check_data(run.algorithm_options, run.verifier, facts)
     if problems:

@@ -36,6 +36,7 @@ __all__ = [
     "lint_layer_ids",
     "lint_layers",
     "lint_mask_token",
+    "lint_read_plainly",
     "other_network",
     "shared_tensor_specs",
     "speculative_tokens",
@@ -446,6 +447,14 @@ def lint_mask_token(token: int | None, config: Mapping[str, Any], verifier: Veri
         yield error(f"{token} is outside the vocabulary of {size}: it has no embedding", where)
     if verifier is not None and (token in verifier.eos_token_ids or token == verifier.bos_token_id):
         yield warning(f"{token} begins or ends texts: the draft may take a word for a gap", where)
+
+
+def lint_read_plainly(config: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Finding]:
+    """Those of *keys*, which vLLM's draft class reads of the layers without a default, that are not there."""
+    layers = layers_of(config)
+    for key in keys:
+        if layers.get(key) is None:
+            yield error(f"{key} is missing; vLLM has no default for it, and fails", f"transformer_layer_config.{key}")
 
 
 def lint_against_verifier(

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ import pytest
 import torch
 
 from draftsmith.api import DataFacts, VerifierFacts
+from draftsmith.checkpoint.export import write_export
+from draftsmith.checkpoint.exported import load_draft
+from draftsmith.checkpoint.lint import has_errors, lint_checkpoint
+from draftsmith.checkpoint.warm_start import warm_start_problems
 from draftsmith.errors import CheckpointError, ConfigError
 from draftsmith.interfaces import ExportContext, TensorSpec
 from draftsmith.plugins import load_plugins
@@ -25,6 +30,7 @@ from draftsmith_dflash.options import (
     check,
     check_data,
     default_layer_ids,
+    derived,
     layer_attention,
     mask_token,
     max_speculative_tokens,
@@ -131,6 +137,22 @@ def test_options_that_vllm_serves_as_trained(material: Material, options: dict[s
 def test_values_out_of_range_are_refused_at_once(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):
         DFlashOptions(**values)
+
+
+def test_what_null_comes_to(material: Material) -> None:
+    facts = material.facts
+    assert derived(DFlashOptions(block_size=10), facts) == {
+        "hidden_size": 64,
+        "intermediate_size": facts.intermediate_size,
+        "layer_ids": (2, 3, 4, 5, 6),
+        "mask_token_id": SPARE,
+        "gamma": 5.0,
+    }
+    own = DFlashOptions(hidden_size=32, layer_overrides={"intermediate_size": 40}, position_weights="uniform")
+    assert (derived(own, facts)["hidden_size"], derived(own, facts)["intermediate_size"]) == (32, 40)
+    assert "gamma" not in derived(own, facts)
+    (options,) = (each.derived for each in load_plugins().algorithms if each.name == "dspark")
+    assert options(DFlashOptions(), facts)["mask_token_id"] == SPARE
 
 
 def test_the_verifier_says_what_is_captured_and_served(material: Material) -> None:
@@ -290,6 +312,31 @@ def test_a_draft_of_another_width_brings_its_embedding_and_head(material: Materi
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_row_in_a_file_of_its_own_is_seen(case: AlgorithmCase, material: Material, tmp_path: Path) -> None:
+    """vLLM reads it; here the draft would have another mask row, and everything would seem to work."""
+    setup = case.algorithm.setup
+    write_export(tmp_path, case.format, case.algorithm.build_model(), context(case), {})
+    registry, place = load_plugins(), {"verifier": material.folder}
+    ask = partial(
+        warm_start_problems,
+        tmp_path,
+        registry.schemas.get("dflash"),
+        setup.options,
+        setup.verifier,
+        setup.capture,
+    )
+    assert not ask()
+    assert not has_errors(lint_checkpoint(tmp_path, registry, verifier=str(material.folder)))
+    load_draft(tmp_path, registry, **place)
+    (tmp_path / "mask_embedding.pt").write_bytes(b"not opened")
+    (problem,) = ask()
+    assert "mask_embedding.pt is not read here, and vLLM puts its row" in problem.what
+    findings = lint_checkpoint(tmp_path, registry, verifier=str(material.folder))
+    assert [each.severity for each in findings if "mask_embedding.pt" in each.what] == ["warning"]
+    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt"):
+        load_draft(tmp_path, registry, **place)
 
 
 def test_other_projects_checkpoints_are_read(material: Material) -> None:

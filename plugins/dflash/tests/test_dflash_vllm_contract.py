@@ -83,6 +83,18 @@ def test_vllm_fails_without_what_the_linter_misses(material: Material) -> None:
         assert any(each.severity == "error" and key in each.what for each in findings)
 
 
+def test_a_mask_row_of_its_own_is_read_from_the_file_that_is_looked_for(material: Material) -> None:
+    import inspect
+
+    from vllm.model_executor.models import qwen3_dflash, qwen3_dspark
+
+    form, read = tiny_case(material, "dflash").format, "self._read_mask_embedding()"
+    (name,) = form.unread_files({}, ["config.json", "mask_embedding.pt", "model.safetensors"])
+    assert f'"{name}"' in inspect.getsource(qwen3_dflash.DFlashQwen3ForCausalLM._read_mask_embedding)
+    assert read in inspect.getsource(qwen3_dflash.DFlashQwen3ForCausalLM.load_weights)
+    assert read not in inspect.getsource(qwen3_dspark.Qwen3DSparkForCausalLM.load_weights)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 64])
 def test_windows_are_those_of_vllms_kernel(causal: bool, window: int | None) -> None:

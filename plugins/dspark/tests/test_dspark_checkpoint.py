@@ -265,6 +265,9 @@ def test_the_linter_says_which_heads_vllm_loads(
     errors = [each.what for each in findings if each.severity == "error"]
     assert len(errors) == (0 if reason is None else 1)
     assert reason is None or reason in errors[0]
+    # … and the recipe, before the hours of training
+    notes = case.registered.notes(case.algorithm.setup.options, case.algorithm.setup.verifier)
+    assert [note.startswith(errors[0]) for note in notes] == ([] if reason is None else [True])
 
 
 # --- beginning from another checkpoint --------------------------------------------------------------------------
@@ -420,6 +423,23 @@ def test_another_network_is_refused_with_the_reason(
     (problem,) = warm_start_problems(folder, schema, setup.options, setup.verifier, setup.capture)
     assert message in problem.what
     assert hint in str(problem.hint)
+
+
+def test_a_mask_row_in_a_file_of_its_own_is_seen_where_vllm_reads_it(
+    material: Material, case: AlgorithmCase, trained: tuple[AlgorithmCase, torch.nn.Module], tmp_path: Path
+) -> None:
+    schema = load_plugins().schemas.get("dspark")
+    options = {**SMALL, "layout": "bonus_anchor"}
+    drafts = (tiny_case(material, "dspark", options=options), *trained), (case, case, case.algorithm.build_model())
+    found = []
+    for index, (ours, theirs, model) in enumerate(drafts):
+        folder = store(tmp_path / str(index), theirs, model)
+        (folder / "mask_embedding.pt").write_bytes(b"not opened")
+        setup = ours.algorithm.setup
+        found.append(warm_start_problems(folder, schema, setup.options, setup.verifier, setup.capture))
+    (problem,), own = found
+    assert "mask_embedding.pt" in problem.what
+    assert not own
 
 
 def test_another_markov_head_is_refused(material: Material, case: AlgorithmCase, tmp_path: Path) -> None:

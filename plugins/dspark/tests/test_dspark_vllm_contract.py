@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,24 @@ def test_vllm_reads_what_was_trained(material: Material, layout: str, confidence
     assert draft.confidence_head_with_markov is not confidence
     assert (draft.draft_vocab_size, draft.vocab_size) == (64, setup.verifier.vocab_size)
     assert draft.head_dim == setup.verifier.head_dim
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "d2t"])
+def test_vllm_refuses_what_the_linter_says_it_refuses(material: Material, name: str) -> None:
+    from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
+
+    case = tiny_case(material, "dspark", options=SMALL, draft_size=64)
+    context = ExportContext(setup=case.algorithm.setup, verifier_name="x", speculative_tokens=case.num_steps)
+    refused = {
+        each for each, spec in case.format.expected_tensors(case.format.config(context)).items() if spec.refused
+    }
+    assert refused == {"lm_head.weight", "d2t"}
+    tensors = case.format.tensors(case.algorithm.build_model(), context)
+    del tensors[name]
+    size = material.facts.vocab_size
+    bare = SimpleNamespace(config=SimpleNamespace(vocab_size=size, draft_vocab_size=64), target_vocab_size=size)
+    with pytest.raises(ValueError, match=f"must include.*{name.removesuffix('.weight')}"):
+        Qwen3DSparkForCausalLM.load_weights(bare, tensors.items())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from draftsmith.interfaces import ExportContext
 from draftsmith.layer_config import LayerConfig
 from draftsmith.layers import RotaryEmbedding
 from draftsmith.testing.algorithm import Material, make_material, tiny_case
+from draftsmith_eagle3.checkpoint import READ_PLAINLY
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -60,6 +62,31 @@ def test_vllm_reads_what_was_trained(material: Material, options: dict[str, Any]
     if setup.options.sliding_window is not None:
         assert draft.layer_types == ["sliding_attention"]
         assert draft.sliding_window == setup.options.sliding_window
+
+
+@pytest.mark.parametrize("layer_type", ["llama", "qwen3"])
+def test_vllm_fails_without_what_the_linter_misses(material: Material, layer_type: str) -> None:
+    """Its class reads these keys as they are, others with a default, and what is not written is not there."""
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
+    from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
+    from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+    case = tiny_case(material, "eagle3", options={"layer_type": layer_type}, draft_size=64)
+    setup = case.algorithm.setup
+    config = case.format.config(ExportContext(setup=setup, verifier_name="some/verifier", speculative_tokens=3))
+    source = inspect.getsource({"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}[layer_type])
+    for key in READ_PLAINLY["qwen3"]:
+        broken = copy.deepcopy(config)
+        del broken["transformer_layer_config"][key]
+        plain = key in READ_PLAINLY[layer_type]
+        assert (f"=config.{key}," in source or f"=config.{key})" in source) is plain, key
+        found = any(
+            each.severity == "error" and f"{key} is missing" in each.what
+            for each in case.format.lint(broken, {}, None)
+        )
+        assert found is plain, key
+        with pytest.raises(AttributeError, match=key):
+            getattr(SpeculatorsConfig(**SpeculatorsConfig.extract_transformers_pre_trained_config(broken)), key)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from draftsmith.testing.algorithm import AlgorithmCase, Material, make_material,
 from draftsmith.train.optimizers import build_optimizers
 from draftsmith_eagle3.checkpoint import Eagle3Checkpoint
 from draftsmith_peagle.checkpoint import PEagleCheckpoint
-from draftsmith_peagle.options import PEagleOptions, check, check_data, mask_token, max_speculative_tokens
+from draftsmith_peagle.options import PEagleOptions, check, check_data, derived, mask_token, max_speculative_tokens
 
 Config = dict[str, Any]
 SMALL: dict[str, Any] = {"num_depths": 4, "num_layers": 1}
@@ -75,6 +75,17 @@ def test_a_verifier_with_positions_of_several_parts(material: Material) -> None:
 def test_good_options_have_no_problems(material: Material) -> None:
     assert not check(PEagleOptions(), material.facts)
     assert max_speculative_tokens(PEagleOptions(num_depths=5)) == 5
+
+
+def test_what_null_comes_to(material: Material, case: AlgorithmCase) -> None:
+    found = {
+        "intermediate_size": material.facts.intermediate_size,
+        "layer_ids": case.algorithm.setup.capture.layer_ids,
+        "mask_token_id": mask_token(PEagleOptions(), material.facts),
+    }
+    assert (
+        derived(PEagleOptions(), material.facts) == case.registered.derived(PEagleOptions(), material.facts) == found
+    )
     assert mask_token(PEagleOptions(), material.facts) == 312  # the first row that has no token
     assert mask_token(PEagleOptions(mask_token_id=7), material.facts) == 7
 

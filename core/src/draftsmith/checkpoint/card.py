@@ -72,7 +72,7 @@ def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Ma
         summaries: stage → its recorded figures, for those of the stages before the export.
     """
     recipe = run.resolved_recipe()
-    options = recipe["algorithm"]["options"]
+    options = {**recipe["algorithm"]["options"], **run.derived}
     lines = [
         "---",
         f"base_model: {json.dumps(verifier)}",
@@ -115,7 +115,8 @@ def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Ma
             for key in ("epochs", "tokens_per_row", "rows_per_step", "optimizer", "learning_rate", "schedule", "seed")
         ],
         "",
-        "Validation, teacher-forced (so a few percent above what is served):",
+        "Validation, teacher-forced: the mean over all starts, in rows like those that were trained on. What is "
+        "served is measured on other prompts, from where each round ends, and is usually lower:",
         "",
         *_figures(summaries.get("train", {})),
         "",

@@ -40,6 +40,7 @@ __all__ = [
     "read_tensor",
     "read_tensors",
     "schema_for",
+    "unread_files",
     "verifier_of",
     "vocabulary_of",
 ]
@@ -172,7 +173,8 @@ def schema_for(config: Mapping[str, Any], registry: PluginRegistry, where: str |
         raise CheckpointError(
             "speculators_model_type is missing: nobody can tell which kind of draft this is",
             where=where,
-            hint="a checkpoint of another format must be converted first",
+            hint="some other projects' drafts are brought into this format by the speculators library (`speculators "
+            "convert`), and training begins from some as they are (train.warm_start)",
         )
     for schema in registry.schemas:
         if kind in schema.speculators_types:
@@ -192,6 +194,12 @@ def open_format(schema: api.CheckpointSchema) -> CheckpointFormat:
     implementation = load_reference(schema.implementation, expected=CheckpointFormat)
     opened: CheckpointFormat = implementation()
     return opened
+
+
+def unread_files(folder: Path, config: Mapping[str, Any], format_: CheckpointFormat) -> list[str]:
+    """What vLLM takes from files of the checkpoint in *folder* that are not read here, a sentence each. Torch-free."""
+    found = format_.unread_files(config, sorted(each.name for each in folder.iterdir()))
+    return [f"{name} is not read here, and vLLM {what}" for name, what in found.items()]
 
 
 def algorithm_for(
@@ -277,6 +285,8 @@ def load_draft(
     schema = schema_for(config, registry, where)
     algorithm = algorithm_for(config, schema, registry, where)
     format_ = open_format(schema)
+    for unread in unread_files(folder, config, format_):
+        raise CheckpointError(f"{unread}: the draft would be another one than vLLM's", where=str(folder))
     tensors = read_tensors(folder)
     setup = _setup(
         config, where, algorithm, format_, tensors, registry, verifier, device, compute_dtype, trust_remote_code

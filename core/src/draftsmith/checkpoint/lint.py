@@ -26,6 +26,7 @@ from draftsmith.checkpoint.exported import (
     read_header,
     read_tensor,
     schema_for,
+    unread_files,
     verifier_of,
 )
 from draftsmith.config.load import leaves
@@ -82,6 +83,7 @@ def lint_checkpoint(folder: Path, registry: PluginRegistry, *, verifier: str | N
             findings += _check_vocabulary(config, header, facts)
         if format_ is not None:
             findings += _check_format(config, header, format_, facts)
+            findings += _check_files(folder, config, format_)
     unique = list(dict.fromkeys(findings))
     return sorted(unique, key=lambda finding: finding.severity != "error")
 
@@ -179,7 +181,8 @@ def _check_rope(part: Mapping[str, Any], where: str) -> Iterator[Finding]:
     theta = rope.get("rope_theta")
     if not isinstance(theta, int | float) or theta <= 0:
         yield _error(
-            "rope_theta is missing; vLLM falls back to 10000, and the draft attends at other angles than trained",
+            "rope_theta is missing; vLLM falls back to a value of its own, which depends on the class, and the draft "
+            "attends at other angles than trained",
             f"{where_rope}.rope_theta",
             "write the value that the draft was trained with",
         )
@@ -329,6 +332,11 @@ def _check_servable(config: Mapping[str, Any], format_: CheckpointFormat) -> Ite
         yield _error(reason, CONFIG, "it can be simulated, trained on, and served by another runtime")
 
 
+def _check_files(folder: Path, config: Mapping[str, Any], format_: CheckpointFormat) -> Iterator[Finding]:
+    for unread in unread_files(folder, config, format_):
+        yield _warning(unread, str(folder), "it is served, and can be neither simulated nor trained on")
+
+
 def _check_taps(facts: VerifierFacts) -> Iterator[Finding]:
     if hands_out_hidden_states(facts.architectures) is False:
         yield _warning(
@@ -344,9 +352,10 @@ def _compare_tensors(expected: Mapping[str, TensorSpec], present: Mapping[str, T
         found = present.get(name)
         if found is None:
             if spec.required:
+                unnoticed = "vLLM does not notice, and drafts with whatever that memory holds"
                 yield _error(
-                    f"tensor {name} {list(spec.shape)} is missing; vLLM does not notice, and drafts with whatever "
-                    "that memory holds",
+                    f"tensor {name} {list(spec.shape)} is missing; "
+                    f"{'vLLM refuses the checkpoint' if spec.refused else unnoticed}",
                     f"{WEIGHTS}: {name}",
                     spec.why or "export again",
                 )

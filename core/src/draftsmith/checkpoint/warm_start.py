@@ -1,8 +1,8 @@
 """Training that begins from an exported checkpoint (``train.warm_start``) instead of fresh weights.
 
 The checkpoint's schema says whether its network is the run's; what holds for every schema is compared here: the type,
-the layers that are tapped, the draft's vocabulary. Which tokens that has is known once the data are prepared;
-all else, how many it has among it, before torch is imported.
+the layers that are tapped, the draft's vocabulary. Which tokens that has is known once the data are prepared, and
+compared then; all else, how many it has among it, before torch is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith import api
-from draftsmith.checkpoint.exported import CONFIG, open_format, read_config, read_header, read_tensors, vocabulary_of
+from draftsmith.checkpoint.exported import (
+    CONFIG,
+    open_format,
+    read_config,
+    read_header,
+    read_tensor,
+    read_tensors,
+    unread_files,
+    vocabulary_of,
+)
 from draftsmith.errors import CheckpointError, Problem
 
 if TYPE_CHECKING:
@@ -21,8 +30,9 @@ if TYPE_CHECKING:
 
     from draftsmith.interfaces import CheckpointFormat, VocabularyMap
 
-__all__ = ["begin_from", "checkpoint_digest", "vocabulary_problems", "warm_start_problems"]
+__all__ = ["begin_from", "check_vocabulary", "checkpoint_digest", "vocabulary_problems", "warm_start_problems"]
 
+_OTHER_TYPE = "name a checkpoint of such a type, or leave train.warm_start out and train this draft from fresh weights"
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 
 
@@ -44,7 +54,7 @@ def warm_start_problems(
     known = (*schema.speculators_types, *schema.warm_start_types)
     if kind is not None and kind not in known:
         what = f"the checkpoint is of type {kind!r}; a draft of type {schema.name} begins from {' or '.join(known)}"
-        return [Problem(what, where=str(folder / CONFIG), hint="convert it, or train this draft from fresh weights")]
+        return [Problem(what, where=str(folder / CONFIG), hint=_OTHER_TYPE)]
     try:
         return list(_compare(open_format(schema), config, folder, options, verifier, requirements))
     except _MALFORMED as error:
@@ -61,6 +71,12 @@ def _compare(
     verifier: api.VerifierFacts,
     requirements: api.CaptureRequirements,
 ) -> Iterator[Problem]:
+    for unread in unread_files(folder, config, format_):
+        yield Problem(
+            f"{unread}: training would begin from another draft than the one that was trained",
+            where=str(folder),
+            hint="train this draft from fresh weights",
+        )
     yield from format_.warm_start_problems(config, options, verifier)
     tapped = format_.capture(config, verifier).layer_ids
     if tapped != requirements.layer_ids:
@@ -85,6 +101,18 @@ def vocabulary_problems(folder: Path, draft_size: int | None, verifier: api.Veri
         return []
     what = f"its draft vocabulary has {theirs} tokens, this run's {ours}"
     return [Problem(what, hint=f"set vocabulary.draft_size to {theirs}")]
+
+
+def check_vocabulary(folder: Path, vocabulary: VocabularyMap) -> None:
+    """Whether a draft of *vocabulary* can begin from the checkpoint in *folder*, of which its map alone is read.
+
+    Raises:
+        CheckpointError: it is of another draft vocabulary, or cannot be read.
+    """
+    import torch
+
+    stored = read_header(folder).get("d2t")
+    _check_vocabulary(folder, {} if stored is None else {"d2t": torch.tensor(read_tensor(stored))}, vocabulary)
 
 
 def begin_from(

@@ -40,7 +40,10 @@ def print_explanation(run: ResolvedRun) -> None:
     for key, value, origin in rows:
         print(f"{key:<{keys}}  {value:<{min(values, 40)}}  {origin}")
     registry = run.registry
-    print(f"\nlayer ids to capture: {list(run.requirements.ids(run.verifier.num_layers))}")
+    print()
+    for name, value in run.derived.items():
+        print(f"algorithm.options.{name} comes to {_shown(value)}")
+    print(f"layer ids to capture: {list(run.requirements.ids(run.verifier.num_layers))}")
     print(f"engine of the capture: {run.capture_engine}")
     print(f"verifier: {run.verifier.path} ({run.verifier.fingerprint})")
     print(f"output: {run.folders.output}")

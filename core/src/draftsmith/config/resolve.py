@@ -48,6 +48,7 @@ class ResolvedRun:
         loss_options: keyword arguments of the loss's implementation.
         loss_parts: the losses that it is made of, and those that they are made of; ``where`` is the recipe's key, and
             options are filled in.
+        derived: what options of the algorithm come to that are null, by name.
         requirements: which hidden states must be captured.
         capture_engine: what ``capture.engine`` comes to, with what is installed here: ``vllm`` or ``transformers``.
         speculative_tokens: K written into the checkpoint.
@@ -62,6 +63,7 @@ class ResolvedRun:
     verifier: api.VerifierFacts
     algorithm: api.Algorithm
     algorithm_options: Any
+    derived: Mapping[str, Any] = field(factory=dict)
     architecture: api.DraftArchitecture
     loss: api.Loss
     loss_options: dict[str, Any]
@@ -172,6 +174,7 @@ class _Resolver:
             verifier=_there(verifier),
             algorithm=_there(algorithm),
             algorithm_options=options,
+            derived=_derived(_there(algorithm), options, _there(verifier)),
             architecture=_there(architecture),
             loss=_there(loss),
             loss_options=_there(loss_options),
@@ -337,6 +340,8 @@ class _Resolver:
     ) -> api.CaptureRequirements | None:
         found = [self.option_problem(each) for each in algorithm.check(options, verifier)]
         self.problems += found
+        if not found:
+            self.notes += algorithm.notes(options, verifier)
         try:
             requirements = algorithm.requirements(options, verifier)
         except ValueError as error:
@@ -524,6 +529,12 @@ def most_positions(verifier: api.VerifierFacts) -> int | None:
     rope = verifier.rope_parameters
     stretched = float(rope.get("original_max_position_embeddings") or 0) * float(rope.get("factor") or 1)
     return max(verifier.max_position_embeddings, int(stretched))
+
+
+def _derived(algorithm: api.Algorithm, options: Any, verifier: api.VerifierFacts) -> dict[str, Any]:
+    """Of what the algorithm derives, that of options which are null."""
+    found = algorithm.derived(options, verifier)
+    return {name: plain(value) for name, value in found.items() if getattr(options, name) is None}
 
 
 def _there(value: Any) -> Any:

@@ -24,6 +24,7 @@ __all__ = [
     "check_blocks",
     "check_data",
     "default_layer_ids",
+    "derived",
     "layer_attention",
     "layer_config",
     "mask_token",
@@ -155,6 +156,19 @@ def position_gamma(options: BlockOptions) -> float:
     if options.gamma is not None:
         return options.gamma
     return 4.0 if options.block_size <= 8 else 5.0 if options.block_size <= 10 else 7.0
+
+
+def derived(options: BlockOptions, verifier: VerifierFacts) -> dict[str, Any]:
+    """What null stands for: everything here is chosen by verifier and block size."""
+    layers = layer_config(options, verifier)
+    decay = {"gamma": position_gamma(options)} if options.position_weights == "exponential" else {}
+    return {
+        "hidden_size": layers.hidden_size,
+        "intermediate_size": layers.intermediate_size,
+        "layer_ids": requirements(options, verifier).layer_ids,
+        "mask_token_id": mask_token(options, verifier),
+        **decay,
+    }
 
 
 # --- layers -----------------------------------------------------------------------------------------------------

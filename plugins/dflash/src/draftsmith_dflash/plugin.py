@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
-from draftsmith_dflash.options import DFlashOptions, check, check_data, max_speculative_tokens, requirements
+from draftsmith_dflash.options import (
+    DFlashOptions,
+    check,
+    check_data,
+    derived,
+    max_speculative_tokens,
+    requirements,
+)
 
 
 @hookimpl
@@ -48,6 +55,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             requirements=requirements,
             check=check,
             check_data=check_data,
+            derived=derived,
             max_speculative_tokens=max_speculative_tokens,
             window=lambda options: options.sliding_window,
         )

@@ -27,7 +27,7 @@ from draftsmith.speculators import (
 )
 from draftsmith_dflash.checkpoint import BlockCheckpoint
 from draftsmith_dflash.options import Layout, layer_config
-from draftsmith_dspark.options import DSparkOptions, MarkovKind
+from draftsmith_dspark.options import DSparkOptions, MarkovKind, why_unservable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -66,6 +66,9 @@ class DSparkCheckpoint(BlockCheckpoint):
         layers = LayerConfig.from_dict({"model_type": "qwen3", **layers_of(config)})
         width, rank = layers.hidden_size, _rank(config)
         specs = dict(super().expected_tensors(config))
+        if draft_size(config) < layers.vocab_size:
+            why = "this type's loader asks for it where the vocabulary is reduced"
+            specs |= {name: evolve(specs[name], refused=True, why=why) for name in ("lm_head.weight", "d2t")}
         if rank:
             why = "vLLM does not miss it, and corrects the logits by noise"
             specs["markov_head.markov_w1.weight"] = TensorSpec(shape=(layers.vocab_size, rank), why=why)
@@ -86,6 +89,10 @@ class DSparkCheckpoint(BlockCheckpoint):
 
     def passed_over(self, config: Mapping[str, Any], names: Iterable[str]) -> Sequence[str]:
         return [name for name in super().passed_over(config, names) if not name.startswith(_HEADS)]
+
+    def unread_files(self, config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, str]:
+        """Those of a DFlash draft that is begun from: of this type vLLM reads the tensors alone."""
+        return {} if _is_dspark(config) else super().unread_files(config, names)
 
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         config = _translated(config)
@@ -118,7 +125,7 @@ class DSparkCheckpoint(BlockCheckpoint):
 
     def serving(self, config: Mapping[str, Any]) -> ServingPlan:
         """Model runner V2 only, and only the vanilla Markov head."""
-        plan, reason = super().serving(config), _why_unservable(config)
+        plan, reason = super().serving(config), why_unservable(_rank(config), _kind(config))
         notes = () if reason else (*plan.notes, *_notes(config))
         return evolve(plan, needs_v2_runner=True, unservable=reason, notes=notes)
 
@@ -219,14 +226,6 @@ def _notes(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("enable_confidence_head"):
         yield 'Its confidence head is used with `"enable_adaptive_verification": true` in the speculative config.'
     yield 'Where tokens are sampled, `"draft_sample_method": "probabilistic"` gets more of them accepted.'
-
-
-def _why_unservable(config: Mapping[str, Any]) -> str | None:
-    if not _rank(config):
-        return "vLLM serves this type with a Markov head only, and there is none (markov_rank 0)"
-    if _kind(config) != "vanilla":
-        return f"vLLM loads the vanilla Markov head alone; this one is of the kind {_kind(config)}"
-    return None
 
 
 # --- lint -------------------------------------------------------------------------------------------------------

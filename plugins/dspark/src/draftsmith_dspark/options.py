@@ -13,7 +13,15 @@ from draftsmith_dflash.options import BlockOptions, Layout, check_blocks
 from draftsmith_dflash.options import check_data as check_blocks_data
 from draftsmith_dflash.options import max_speculative_tokens as block_tokens
 
-__all__ = ["DSparkOptions", "MarkovKind", "check", "check_data", "max_speculative_tokens"]
+__all__ = [
+    "DSparkOptions",
+    "MarkovKind",
+    "check",
+    "check_data",
+    "max_speculative_tokens",
+    "notes",
+    "why_unservable",
+]
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 
@@ -71,6 +79,21 @@ def check(options: DSparkOptions, verifier: VerifierFacts) -> Sequence[Problem]:
             )
         )
     return problems
+
+
+def why_unservable(rank: int, kind: MarkovKind) -> str | None:
+    """Why no vLLM serves a draft with this Markov head; None: it does."""
+    if not rank:
+        return "vLLM serves this type with a Markov head only, and there is none (markov_rank 0)"
+    if kind != "vanilla":
+        return f"vLLM loads the vanilla Markov head alone; this one is of the kind {kind}"
+    return None
+
+
+def notes(options: DSparkOptions, verifier: VerifierFacts) -> Sequence[str]:
+    """That a draft will not be served is worth knowing before it is trained."""
+    reason = why_unservable(options.markov_rank, options.markov_head)
+    return [f"{reason}: the draft is trained, exported and simulated all the same"] if reason else []
 
 
 def check_data(options: DSparkOptions, verifier: VerifierFacts, data: DataFacts) -> Sequence[Problem]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
-from draftsmith_dflash.options import requirements
-from draftsmith_dspark.options import DSparkOptions, check, check_data, max_speculative_tokens
+from draftsmith_dflash.options import derived, requirements
+from draftsmith_dspark.options import DSparkOptions, check, check_data, max_speculative_tokens, notes
 
 
 @hookimpl
@@ -52,6 +52,8 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             requirements=requirements,
             check=check,
             check_data=check_data,
+            notes=notes,
+            derived=derived,
             max_speculative_tokens=max_speculative_tokens,
             window=lambda options: options.sliding_window,
         )

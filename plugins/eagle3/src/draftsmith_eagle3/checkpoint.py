@@ -25,6 +25,7 @@ from draftsmith.speculators import (
     lint_biases,
     lint_layer_ids,
     lint_layers,
+    lint_read_plainly,
     other_network,
     shared_tensor_specs,
     speculative_tokens,
@@ -152,6 +153,7 @@ class NetworkCheckpoint(SpeculatorsFormat):
             *self._lint_flags(config, present),
             *_lint_layer_ids(config, verifier),
             *lint_layers(config),
+            *lint_read_plainly(config, READ_PLAINLY.get(layers_of(config).get("model_type") or "llama", ())),
         ]
         if verifier is not None:
             findings += lint_against_verifier(config, present, verifier)
@@ -212,6 +214,13 @@ def _num_taps(config: Mapping[str, Any]) -> int:
 
 
 # --- lint -------------------------------------------------------------------------------------------------------
+
+
+#: layer type → keys of the layers that vLLM's class reads without a default; sizes are checked with the format itself
+READ_PLAINLY = {
+    "llama": ("hidden_act", "rms_norm_eps"),
+    "qwen3": ("hidden_act", "max_position_embeddings", "num_key_value_heads", "rms_norm_eps"),
+}
 
 
 def _lint_layer_ids(config: Mapping[str, Any], verifier: VerifierFacts | None) -> Iterator[Finding]:

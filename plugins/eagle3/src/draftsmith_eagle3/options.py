@@ -19,6 +19,7 @@ __all__ = [
     "NetworkOptions",
     "check",
     "default_layer_ids",
+    "derived",
     "layer_config",
     "max_speculative_tokens",
     "requirements",
@@ -145,3 +146,11 @@ def _derived(options: NetworkOptions, verifier: VerifierFacts) -> LayerConfig:
         sliding_window=options.sliding_window,
         initializer_range=options.initializer_range,
     )
+
+
+def derived(options: NetworkOptions, verifier: VerifierFacts) -> dict[str, Any]:
+    """What null stands for: everything here is chosen by the verifier."""
+    return {
+        "intermediate_size": layer_config(options, verifier).intermediate_size,
+        "layer_ids": requirements(options, verifier).layer_ids,
+    }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
-from draftsmith_eagle3.options import Eagle3Options, check, max_speculative_tokens, requirements
+from draftsmith_eagle3.options import Eagle3Options, check, derived, max_speculative_tokens, requirements
 
 
 @hookimpl
@@ -48,6 +48,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             reduction="local_mean",
             requirements=requirements,
             check=check,
+            derived=derived,
             max_speculative_tokens=max_speculative_tokens,
             window=lambda options: options.sliding_window,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, le, optional
@@ -11,8 +12,9 @@ from draftsmith.api import DataFacts, Problem, VerifierFacts
 from draftsmith.mask_token import choose_mask_token, mask_token_data_problems, mask_token_problems
 from draftsmith_eagle3.options import NetworkOptions
 from draftsmith_eagle3.options import check as check_network
+from draftsmith_eagle3.options import derived as derived_network
 
-__all__ = ["PEagleOptions", "check", "check_data", "mask_token", "max_speculative_tokens"]
+__all__ = ["PEagleOptions", "check", "check_data", "derived", "mask_token", "max_speculative_tokens"]
 
 
 def _help(text: str) -> dict[str, str]:
@@ -79,6 +81,11 @@ def mask_token(options: PEagleOptions, verifier: VerifierFacts) -> int:
         ConfigError: there is none.
     """
     return choose_mask_token(options.mask_token_id, verifier)
+
+
+def derived(options: PEagleOptions, verifier: VerifierFacts) -> dict[str, Any]:
+    """What null stands for: everything here is chosen by the verifier."""
+    return {**derived_network(options, verifier), "mask_token_id": mask_token(options, verifier)}
 
 
 def check(options: PEagleOptions, verifier: VerifierFacts) -> Sequence[Problem]:

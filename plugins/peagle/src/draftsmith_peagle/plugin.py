@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
 from draftsmith_eagle3.options import requirements
-from draftsmith_peagle.options import PEagleOptions, check, check_data, max_speculative_tokens
+from draftsmith_peagle.options import PEagleOptions, check, check_data, derived, max_speculative_tokens
 
 
 @hookimpl
@@ -51,6 +51,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             requirements=requirements,
             check=check,
             check_data=check_data,
+            derived=derived,
             max_speculative_tokens=max_speculative_tokens,
             window=lambda options: options.sliding_window,
         )
