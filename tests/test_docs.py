@@ -18,6 +18,7 @@ import write_reference as reference
 
 from draftsmith.cli import main
 from draftsmith.cli.app import COMMANDS
+from draftsmith.cli.common import plugin_commands
 from draftsmith.config.load import load_recipe
 from draftsmith.config.schema import NamedConfig, Recipe
 from draftsmith.data.conversations import normalise
@@ -138,17 +139,17 @@ def help_of(*command: str) -> str:
 
 
 def commands() -> list[str]:
-    """Every command as typed, `plugins list` among them."""
+    """Every command as typed, `plugins list` and those of our own plugins among them."""
     found = []
     for name in COMMANDS:
         nested = re.search(r"^  ([a-z-]+(?: \| [a-z-]+)+)$", help_of(name), re.MULTILINE)
         found += [f"{name} {each}" for each in nested[1].split(" | ")] if nested else [name]
-    return found
+    return [*found, *(each.name for each in plugin_commands())]
 
 
 def test_every_command_is_documented() -> None:
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
-    assert {"run", "lint", "plugins list", "plugins show"} <= set(commands())
+    assert {"run", "lint", "plugins list", "plugins show", "stitch"} <= set(commands())
     missing = [command for command in commands() if f"`draftsmith {command}" not in page]
     assert not missing
 

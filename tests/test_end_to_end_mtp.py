@@ -7,14 +7,12 @@ has it.
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 from by_heart import ANSWER, Material, assert_served_as_trained, learn, make_material, request, serve
 from command_line import draftsmith, verification
 from make_mimo import add_head
 from native_heads import LAYERS, add_native_head, configuration
-from safetensors.torch import load_file, save_file
 
 from draftsmith.checkpoint.lint import lint_checkpoint
 from draftsmith.serving.vllm_process import run_engines
@@ -59,13 +57,9 @@ def test_vllm_serves_a_head_beside_its_model_as_it_was_trained(exports, served, 
 
 
 def test_inside_the_model_it_is_served_alike(exports, served, material, tmp_path):
-    """The head's tensors in the place of the model's own, which is what stitching does."""
-    model = shutil.copytree(material.folder, tmp_path / "model")
-    tensors = load_file(model / "model.safetensors")
-    head = load_file(exports["trained"].folder / "model.safetensors")
-    assert head.keys() <= tensors.keys()
-    tensors |= {name: each.to(tensors[name].dtype) for name, each in head.items()}
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    model = tmp_path / "model"
+    printed = draftsmith("stitch", material.folder, exports["trained"].folder, model)
+    assert "tensors of the mimo head replaced" in printed
     native = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
     results = run_engines([request(material, "inside", str(model), native)], tmp_path / "vllm")
     assert list(results["inside"].outputs) == [tuple(answer[:ANSWER]) for answer in material.answers]

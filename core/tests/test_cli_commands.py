@@ -355,6 +355,7 @@ def test_signals_end_a_command_with_one_line(site, number, code):
     assert process.returncode == code
     assert out == "cleaned up\n"
     assert err.startswith(f"stopped: by {signal.Signals(number).name}")
+    assert "goes on where it stopped" not in err  # of a plugin's command the core cannot say that
     assert "Traceback" not in err
 
 

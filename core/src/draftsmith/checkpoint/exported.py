@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import frozen
 
 from draftsmith import api
 from draftsmith.errors import CheckpointError, UnknownNameError
-from draftsmith.interfaces import CheckpointFormat, TensorSpec
+from draftsmith.interfaces import CheckpointFormat
 from draftsmith.plugins import load_reference
+from draftsmith.stored_tensors import WEIGHTS, StoredTensor, read_file_header, tensor_files
 
 if TYPE_CHECKING:
     import torch
@@ -45,23 +45,13 @@ __all__ = [
     "vocabulary_of",
 ]
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
 #: Top-level key of config.json for what vLLM does not ask for: how the draft was trained. vLLM ignores it.
 OWN_KEY = api.PROJECT_NAME
 #: Key below that one: the algorithm's options as the format read them from the config when it was exported.
 TRAINED_AS = "trained_as"
 
 _INTEGER_FORMATS = {"I64": "q", "I32": "i", "U8": "B", "BOOL": "?"}
-
-
-@frozen
-class StoredTensor:
-    """Where a tensor lies: its file, and its bytes [begin, end) there."""
-
-    spec: TensorSpec
-    file: Path
-    begin: int
-    end: int
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -89,45 +79,8 @@ def read_header(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: no weights, or a file that is cut or damaged.
     """
-    index = folder / f"{WEIGHTS}.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"the index cannot be read: {error}", where=str(index)) from error
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"there is no {WEIGHTS}", where=str(folder), hint="export again")
-    return {name: tensor for file in files for name, tensor in _read_file_header(file).items()}
-
-
-def _read_file_header(path: Path) -> dict[str, StoredTensor]:
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size - 8:
-                raise ValueError("the header is cut")
-            entries = json.loads(file.read(length))
-        tensors = {
-            name: StoredTensor(
-                TensorSpec(shape=tuple(entry["shape"]), dtype=entry["dtype"]),
-                path,
-                8 + length + entry["data_offsets"][0],
-                8 + length + entry["data_offsets"][1],
-            )
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-        if max((tensor.end for tensor in tensors.values()), default=8 + length) != size:
-            raise ValueError("the file is cut, or has bytes that belong to no tensor")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
-        raise CheckpointError(
-            f"the weights are cut or damaged: {error}", where=str(path), hint="export again, or copy them again"
-        ) from error
-    return tensors
+    files = tensor_files(folder)
+    return {name: tensor for file in files for name, tensor in read_file_header(file).items()}
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

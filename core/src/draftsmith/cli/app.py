@@ -48,7 +48,7 @@ def dispatch(given: Sequence[str]) -> int:
         root.epilog = _command_list()
         root.print_help()
         return 0 if options.help else 2
-    with clean_end():
+    with clean_end("what was complete is kept: the same command goes on where it stopped"):
         return _run(rest[0], rest[1:])
 
 

@@ -166,7 +166,8 @@ def run_plugin_command(item: Command, arguments: Sequence[str]) -> None:
 
     @functools.wraps(function)
     def guarded(*positional: Any, **named: Any) -> Any:
-        with clean_end():  # inside of typer, which would turn a signal into an exit of its own
+        # Inside of typer, which would turn a signal into an exit of its own. What is kept, the plugin knows.
+        with clean_end():
             return function(*positional, **named)
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

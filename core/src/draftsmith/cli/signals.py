@@ -22,8 +22,11 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def clean_end() -> Iterator[None]:
+def clean_end(hint: str | None = None) -> Iterator[None]:
     """Turn both signals into :class:`Stopped`. Training puts its own handlers in place while it runs.
+
+    Args:
+        hint: what becomes of the work that was done.
 
     Raises:
         Stopped: a signal came.
@@ -36,7 +39,7 @@ def clean_end() -> Iterator[None]:
         raise Stopped(
             f"by {number.name}",
             number=number,
-            hint="what was complete is kept: the same command goes on where it stopped",
+            hint=hint,
         ) from stop
     finally:
         signal.signal(signal.SIGTERM, before)

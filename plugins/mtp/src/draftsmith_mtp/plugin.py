@@ -63,3 +63,19 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             max_speculative_tokens=max_speculative_tokens,
         )
     ]
+
+
+@hookimpl
+def draftsmith_commands() -> Sequence[api.Command]:
+    return [
+        api.Command(
+            name="stitch",
+            summary="write a trained multi-token-prediction head into a copy of its model",
+            implementation="draftsmith_mtp.commands:stitch",
+        ),
+        api.Command(
+            name="unstitch",
+            summary="write the multi-token-prediction head of a model into a folder of its own",
+            implementation="draftsmith_mtp.commands:unstitch",
+        ),
+    ]
