@@ -174,6 +174,7 @@ def test_a_head_of_other_shapes_does_not_load(head: Path, case: AlgorithmCase) -
 def test_it_is_served_beside_its_model_alone(head: Path, case: AlgorithmCase) -> None:
     plan = case.format.serving(json.loads((head / "config.json").read_text()))
     assert (plan.method, plan.num_speculative_tokens, plan.as_model) == ("mtp", 3, False)
+    assert "draftsmith stitch" in plan.notes[0]
     with pytest.raises(CheckpointError, match="number of speculative tokens"):
         case.format.serving({})
 
