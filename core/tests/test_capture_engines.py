@@ -12,6 +12,7 @@ import torch
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from draftsmith.api import CaptureRequirements, VerifierFacts
 from draftsmith.capture import engines
@@ -40,6 +41,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def llama(folders: dict[str, Path]) -> VerifierFacts:
     return read_verifier(folders["llama"])
+
+
+def test_a_verifier_without_all_of_its_weights_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """transformers would make them up and go on. What its files hold beyond its layers is of no consequence."""
+    folder = make_tiny_verifier(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_verifier(folder, dtype=torch.float32, device=torch.device("cpu"))
+    assert "mtp_layers" not in "".join(capfd.readouterr())
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(VerifierError, match=r"1 weights .* not in its files, such as model\.layers\.1\.mlp\.up_proj"):
+        load_verifier(folder, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

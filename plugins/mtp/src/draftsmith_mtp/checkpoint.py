@@ -107,8 +107,8 @@ class MtpCheckpoint(CheckpointFormat):
                 where="speculators_config.proposal_methods[0].speculative_tokens",
             )
         note = (
-            "It is the model's own head: put back into a copy of the model (`draftsmith stitch`), it is served without "
-            "a folder of its own."
+            "It is the model's own head: put back into a copy of the model (`draftsmith stitch`), it is served "
+            "without a folder of its own."
         )
         return ServingPlan(method="mtp", num_speculative_tokens=tokens, as_model=False, notes=(note,))
 

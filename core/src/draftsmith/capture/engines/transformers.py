@@ -161,27 +161,48 @@ def verifier_dtype(name: str, own: torch.dtype | None, device: torch.device) -> 
 def load_verifier(
     path: Any, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
 ) -> nn.Module:
-    """The verifier, ready for inference.
+    """The verifier, ready for inference. What its files hold beyond its layers, such as a native head, is left there.
 
     Raises:
-        VerifierError: transformers cannot load it.
+        VerifierError: transformers cannot load it, or would make up weights that its files do not hold.
     """
     import transformers
 
     arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "local_files_only": True}
+    arguments["output_loading_info"] = True
     try:
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, **arguments)
-        except ValueError:  # a configuration that is not registered as a causal language model
-            model = transformers.AutoModelForImageTextToText.from_pretrained(path, **arguments)
+        with _loading_quietly():
+            try:
+                model, found = transformers.AutoModelForCausalLM.from_pretrained(path, **arguments)
+            except ValueError:  # a configuration that is not registered as a causal language model
+                model, found = transformers.AutoModelForImageTextToText.from_pretrained(path, **arguments)
     except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
         raise VerifierError(
             f"transformers cannot load the verifier: {str(error).strip().splitlines()[0]}",
             where=str(path),
             hint="use engine: vllm, or set trust_remote_code where the model's own code comes along",
         ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise VerifierError(
+            f"{len(missing)} weights of the verifier are not in its files, such as {missing[0]}",
+            where=str(path),
+            hint="is every shard there, and config.json this model's?",
+        )
     module: nn.Module = model.eval().requires_grad_(False).to(device)
     return module
+
+
+@contextlib.contextmanager
+def _loading_quietly() -> Iterator[None]:
+    """Without transformers' table of tensors that are missing (an error here) or left over (of no consequence)."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 class TransformersEngine(CaptureEngine):
