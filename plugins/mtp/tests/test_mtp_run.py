@@ -12,10 +12,13 @@ import torch
 import yaml
 from make_mimo import add_head
 
+from draftsmith.api import DataFacts
 from draftsmith.checkpoint.exported import load_draft
 from draftsmith.cli import main
 from draftsmith.plugins import load_plugins
 from draftsmith.testing.verifiers import make_tiny_verifier
+from draftsmith.verifier import read_verifier
+from draftsmith_mtp.options import MtpOptions, check_data
 
 pytestmark = pytest.mark.slow
 
@@ -104,3 +107,21 @@ def test_what_cannot_work_is_said_before_anything_starts(
     assert message in printed
     assert "→" in printed, "it does not say what to do"
     assert not (tmp_path / "out").exists()
+
+
+def test_steps_that_no_answer_reaches_are_refused_before_states_are_captured(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(home, tmp_path / "out", {"num_steps": 300})  # more than a row's
+    for stage in ("prepare", "capture"):
+        assert main([stage, str(path)]) == 2
+        printed = " ".join(capsys.readouterr().err.split())
+        assert "300 steps need 301 tokens" in printed
+        assert "choose at most" in printed
+    assert not (tmp_path / "out" / "states" / "stage.json").exists()
+
+
+@pytest.mark.parametrize(("longest", "problems"), [(4, 0), (3, 1), (1, 1)])
+def test_the_last_step_needs_one_token_more_than_there_are_steps(home: Path, longest: int, problems: int) -> None:
+    data = DataFacts(token_ids=frozenset({1}), longest_row=64, longest_answer=longest)
+    assert len(check_data(MtpOptions(num_steps=3), read_verifier(home / "verifier"), data)) == problems

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, le
 
-from draftsmith.api import CaptureRequirements, Problem, VerifierFacts
+from draftsmith.api import CaptureRequirements, DataFacts, Problem, VerifierFacts
 from draftsmith.errors import DraftsmithError
 from draftsmith.layer_config import ROPE_TYPES
 from draftsmith.verifier import tensor_specs
 from draftsmith_mtp.families import MtpFamily, family_of
 from draftsmith_mtp.head import head_tensors
 
-__all__ = ["MtpOptions", "check", "max_speculative_tokens", "requirements"]
+__all__ = ["MtpOptions", "check", "check_data", "max_speculative_tokens", "requirements"]
 
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -64,6 +64,22 @@ def check(options: MtpOptions, verifier: VerifierFacts) -> Sequence[Problem]:
     except DraftsmithError as error:
         return [Problem(each.what, where=f"verifier: {each.where}", hint=each.hint) for each in error.problems]
     return problems
+
+
+def check_data(options: MtpOptions, verifier: VerifierFacts, data: DataFacts) -> Sequence[Problem]:
+    """Whether some answer reaches every step."""
+    needed = options.num_steps + 1
+    if data.longest_answer >= needed:
+        return []
+    most = data.longest_answer - 1
+    return [
+        Problem(
+            f"{options.num_steps} steps need {needed} tokens that the verifier wrote one after the other, and no "
+            f"answer has more than {data.longest_answer}: the last steps would never be trained",
+            where="algorithm.options.num_steps",
+            hint=f"choose at most {most}, or prepare longer answers" if most >= 1 else "prepare longer answers",
+        )
+    ]
 
 
 def _head_problems(family: MtpFamily, verifier: VerifierFacts) -> Iterator[Problem]:

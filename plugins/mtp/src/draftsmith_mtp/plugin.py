@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
-from draftsmith_mtp.options import MtpOptions, check, max_speculative_tokens, requirements
+from draftsmith_mtp.options import MtpOptions, check, check_data, max_speculative_tokens, requirements
 
 
 @hookimpl
@@ -60,6 +60,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             full_vocabulary=True,
             requirements=requirements,
             check=check,
+            check_data=check_data,
             max_speculative_tokens=max_speculative_tokens,
         )
     ]
