@@ -137,6 +137,14 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: edited(folder, num_nextn_predict_layers=None),
         "no multi-token-prediction head: num_nextn_predict_layers is None",
     ),
+    "no number": (
+        lambda folder: edited(folder, num_nextn_predict_layers="one"),
+        "num_nextn_predict_layers is 'one', which is no number of layers",
+    ),
+    "fewer than none": (
+        lambda folder: edited(folder, num_nextn_predict_layers=-1),
+        "no multi-token-prediction head: num_nextn_predict_layers is -1",
+    ),
     "two layers": (lambda folder: edited(folder, num_nextn_predict_layers=2), "the head has 2 layers"),
     "unknown family": (
         lambda folder: edited(folder, architectures=["Qwen2ForCausalLM"]),

@@ -84,12 +84,20 @@ def check_data(options: MtpOptions, verifier: VerifierFacts, data: DataFacts) ->
 
 def _head_problems(family: MtpFamily, verifier: VerifierFacts) -> Iterator[Problem]:
     text, where = verifier.text_config, f"verifier: {verifier.path}"
-    count = family.num_layers(text)
+    try:
+        count = family.num_layers(text)
+    except (TypeError, ValueError):
+        yield Problem(
+            f"{family.layers_key} is {text.get(family.layers_key)!r}, which is no number of layers",
+            where=where,
+            hint="take the model's config.json as its makers published it",
+        )
+        return
     found = head_tensors(family, text, tensor_specs(verifier.path))
-    if count == 0 or not found:
+    if count < 1 or not found:
         why = (
             f"{family.layers_key} is {text.get(family.layers_key)!r}"
-            if count == 0
+            if count < 1
             else "its files hold no tensor of it"
         )
         yield Problem(
