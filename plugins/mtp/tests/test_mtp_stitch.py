@@ -780,6 +780,8 @@ def test_the_commands(tmp_path: Path, model: Path) -> None:
     ):
         assert text in told
     assert "stitch: " in told  # progress, a line at least
+    _, told, _ = run("stitch", model, tmp_path / "head", tmp_path / "my out")
+    assert f"vllm serve '{tmp_path / 'my out'}' --speculative-config" in told  # as a shell takes it
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path, model: Path, head: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def stitch(
     if done.left_out:
         lines.append(f"left out: {', '.join(done.left_out)}")
     speculative = json.dumps({"method": "mtp", "num_speculative_tokens": done.speculative_tokens})
-    lines.append(f"serve it: vllm serve {target} --speculative-config '{speculative}'")
+    lines.append(f"serve it: vllm serve {shlex.quote(str(target))} --speculative-config '{speculative}'")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
