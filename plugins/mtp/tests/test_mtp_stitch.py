@@ -298,7 +298,7 @@ def test_the_hub_cache_of_links_becomes_files(tmp_path: Path, model: Path, head:
 
 
 def test_other_files_with_the_old_head_are_left_out(tmp_path: Path, model: Path, head: Path) -> None:
-    for name in ("consolidated.safetensors", "pytorch_model.bin", "model.Q4.gguf"):
+    for name in ("consolidated.00.pth", "consolidated.safetensors", "pytorch_model.bin", "model.Q4.gguf"):
         (model / name).write_bytes(b"old")
     (model / "vision").mkdir()
     kept = ("voice.pt", "vision/model.safetensors")
@@ -307,7 +307,12 @@ def test_other_files_with_the_old_head_are_left_out(tmp_path: Path, model: Path,
     (model / ".cache").mkdir()
     (model / ".cache" / "x").write_text("hub")
     done = stitch(model, head, tmp_path / "out")
-    assert done.left_out == ("consolidated.safetensors", "model.Q4.gguf", "pytorch_model.bin")
+    assert done.left_out == (
+        "consolidated.00.pth",
+        "consolidated.safetensors",
+        "model.Q4.gguf",
+        "pytorch_model.bin",
+    )
     assert all((tmp_path / "out" / name).read_bytes() == b"other" for name in kept)
     assert not (tmp_path / "out" / ".cache").exists()
     assert not (tmp_path / "out" / "consolidated.safetensors").exists()

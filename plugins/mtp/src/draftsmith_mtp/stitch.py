@@ -450,7 +450,7 @@ def _holds_old_weights(path: Path, whole: _Model) -> bool:
     """Whether a loader could take the old head from there: the model once more, in files that the index leaves out."""
     if path.parent != whole.folder:
         return False
-    return path.suffix in (".safetensors", ".gguf") or path.name.startswith("pytorch_model")
+    return path.suffix in (".safetensors", ".gguf") or path.name.startswith(("pytorch_model", "consolidated"))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
