@@ -472,8 +472,11 @@ def test_a_head_with_other_tensors_is_refused(tmp_path: Path, model: Path) -> No
     name = next(each for each in tensors if "down_proj" in each)
     tensors[name.replace("down", "up")] = tensors.pop(name)
     head, out = make_head(tmp_path / "head", model, tensors), tmp_path / "out"
-    texts = (f"it lacks {name}", f"the model has no {name.replace('down', 'up')}")
+    texts = (f"it lacks {name}", f"the model's head has no {name.replace('down', 'up')}")
     refused(CheckpointError, *texts, target=out, call=lambda: stitch(model, head, out))
+    # A whole model in place of a head has tensors that the model has too, elsewhere.
+    whole = make_model(tmp_path / "whole")
+    refused(CheckpointError, "the model's head has no", target=out, call=lambda: stitch(model, whole, out))
 
 
 def test_a_head_trained_on_other_weights_is_refused_unless_told(tmp_path: Path, head: Path) -> None:

@@ -348,7 +348,7 @@ def _refuse_other_tensors(head: _Head, whole: _Model) -> None:
     missing, unknown = sorted(needed.keys() - head.tensors.keys()), sorted(head.tensors.keys() - whole.head.keys())
     if missing or unknown:
         parts = [f"it lacks {_some(missing)}"] if missing else []
-        parts += [f"the model has no {_some(unknown)}"] if unknown else []
+        parts += [f"the model's head has no {_some(unknown)}"] if unknown else []
         raise CheckpointError(f"the head is not this model's: {', and '.join(parts)}", where=where, hint=hint)
     for name, tensor in head.tensors.items():
         theirs = tensor.spec
