@@ -173,3 +173,14 @@ def test_an_error_of_ones_own_passes_through_and_leaves_nothing(tmp_path: Path) 
     with pytest.raises(SampleMissing), atomically(tmp_path / "run") as temporary:
         raise SampleMissing(f"{temporary.write_text('half')} bytes are written", sample_id="x")
     assert not list(tmp_path.iterdir())
+
+
+def test_tensors_are_as_readable_as_other_files(tmp_path: Path) -> None:
+    """A server in a container often runs as somebody else."""
+    old = os.umask(0o027)
+    try:
+        write_tensors_atomically(tmp_path / "tensors", {"x": torch.zeros(4)})
+        write_text_atomically(tmp_path / "text", "x")
+    finally:
+        os.umask(old)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}

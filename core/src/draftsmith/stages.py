@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -81,7 +82,11 @@ def write_tensors_atomically(
     from safetensors.torch import save_file
 
     with atomically(path) as temporary:
+        # safetensors makes files that their owner alone can read: a server that runs as somebody else could not.
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
         save_file(dict(tensors), temporary, metadata=dict(metadata or {"format": "pt"}))
+        temporary.chmod(mode)
 
 
 @contextlib.contextmanager
