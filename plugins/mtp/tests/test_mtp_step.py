@@ -185,3 +185,14 @@ def test_a_head_whose_layer_is_of_other_shapes_is_refused(material: Material, tm
     replaced("model.mtp_layers.0.mlp.up_proj.weight", torch.zeros(8, 64))(folder)
     problems = check(MtpOptions(), read_verifier(folder))
     assert any("model.mtp_layers.0.mlp.up_proj.weight has shape [8, 64]" in each.what for each in problems)
+
+
+def test_a_plain_head_in_a_model_of_packed_layers_is_trained(material: Material, tmp_path: Path) -> None:
+    """Four bits a weight, two in a byte: such models often leave their head as it was."""
+    folder = Path(shutil.copytree(material.folder, tmp_path / "verifier"))
+    tensors = load_file(folder / "model.safetensors")
+    packed = [name for name in tensors if name.startswith("model.layers.") and name.endswith("up_proj.weight")]
+    rows, columns = tensors[packed[0]].shape
+    tensors |= {name: torch.zeros(rows, columns // 2, dtype=torch.uint8) for name in packed}
+    save_file(tensors, folder / "model.safetensors")
+    assert not check(MtpOptions(), read_verifier(folder))

@@ -19,6 +19,8 @@ __all__ = ["MtpOptions", "check", "check_data", "max_speculative_tokens", "requi
 
 
 _FLOATS = ("BF16", "F16", "F32")
+#: Those of which one element is one number. Others are packed: their shapes say nothing of the matrix.
+_UNPACKED = (*_FLOATS, "F64", "F8_E4M3", "F8_E5M2")
 #: The model's tensors within a decoder layer: its number, and the name below.
 _IN_A_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
@@ -168,7 +170,7 @@ def _layer_shapes(family: MtpFamily, verifier: VerifierFacts) -> dict[str, tuple
     shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
     for name, spec in tensor_specs(verifier.path).items():
         place = _IN_A_LAYER.fullmatch(name)
-        if place is None or family.belongs(name, verifier.text_config):
+        if place is None or spec.dtype not in _UNPACKED or family.belongs(name, verifier.text_config):
             continue
         number, below = int(place[1]), place[2]
         if number >= shapes.get(below, (0, ()))[0]:
