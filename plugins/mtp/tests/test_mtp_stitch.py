@@ -14,6 +14,7 @@ import sys
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,16 @@ def test_unstitch_writes_what_stitch_takes(tmp_path: Path, family: str) -> None:
     assert stitch(model, tmp_path / "head", tmp_path / "out").speculative_tokens == 4
     assert raw(tmp_path / "out") == raw(model)
     assert snapshot(model) == before
+
+
+def test_tokens_that_vllm_does_not_draft_by_so_many_layers_are_refused(tmp_path: Path, model: Path) -> None:
+    """vLLM: more than n_predict must be divisible by it."""
+    path, out = model / "config.json", tmp_path / "out"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_nextn_predict_layers": 2}))
+    call = partial(unstitch, model, out, speculative_tokens=3)
+    refused(VerifierError, "2 layers", "multiple of 2", target=out, call=call)
+    assert unstitch(model, out, speculative_tokens=4).speculative_tokens == 4
+    assert unstitch(model, tmp_path / "one", speculative_tokens=1).speculative_tokens == 1
 
 
 def test_extracted_tensors_begin_at_multiples_of_their_elements(tmp_path: Path) -> None:

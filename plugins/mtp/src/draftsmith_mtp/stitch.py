@@ -173,14 +173,22 @@ def unstitch(
         speculative_tokens: that vLLM drafts a round with this head; None: as many as it has layers.
 
     Raises:
-        VerifierError: the model cannot be read, has no head, or is of a family that is not known.
+        VerifierError: the model cannot be read, has no head, is of a family that is not known, or its head does not
+            draft so many tokens.
         OutputError: *target* exists, or cannot be written. DiskSpaceError: there is no room.
     """
     started = time.monotonic()
     target = Path(os.path.abspath(target))
     refuse_existing(target)
     whole = _read_model(model)
-    tokens = speculative_tokens or whole.family.num_layers(whole.config)
+    layers = whole.family.num_layers(whole.config)
+    tokens = speculative_tokens or layers
+    if tokens > layers and tokens % layers:
+        raise VerifierError(
+            f"vLLM drafts by a head of {layers} layers no {tokens} tokens",
+            where=str(whole.folder),
+            hint=f"choose a multiple of {layers}, or fewer",
+        )
     tensors = {name: places[-1] for name, places in whole.head.items()}
     config = {
         **head_config(
