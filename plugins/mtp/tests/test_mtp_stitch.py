@@ -514,7 +514,7 @@ def test_a_head_that_does_not_say_of_which_weights_it_is_is_taken(tmp_path: Path
 
 def test_what_is_no_head_is_refused(tmp_path: Path, model: Path, head: Path) -> None:
     out = tmp_path / "out"
-    for folder, text in ((tmp_path / "nowhere", "config.json"), (model, "the model has no lm_head.weight")):
+    for folder, text in ((tmp_path / "nowhere", "config.json"), (model, "the model's head has no")):
         refused(CheckpointError, text, target=out, call=lambda folder=folder: stitch(model, folder, out))
     (head / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
     refused(CheckpointError, "LlamaForCausalLM", "mimo", target=out, call=lambda: stitch(model, head, out))
