@@ -94,8 +94,9 @@ def test_a_layer_with_a_gate_is_accepted_in_bfloat16(other):
     part from those that the head has learnt, so that rounds are not compared one by one."""
     _, answers = other("qwen3_next", dtype="bfloat16")
     assert min(answers.simulated.acceptance_per_position) > 0.9, answers.simulated
-    # Where they part depends on the machine's kernels; the first position says whether the head is fed what it learnt.
-    assert answers.counters["beside"].acceptance_per_position[0] > 0.2, answers.counters
+    # Where they part differs from run to run (.25 to .49 at the first position in three). A head that is fed something
+    # else than it learnt from accepts one token in hundreds.
+    assert answers.counters["beside"].acceptance_per_position[0] > 0.05, answers.counters
 
 
 @pytest.fixture(scope="module")
