@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from draftsmith.interfaces import PackedRow
+from draftsmith.interfaces import DraftSlots, PackedRow
 
-__all__ = ["ChainStep", "ShiftedRow", "chain_steps", "shift_by_one", "supervised_run"]
+__all__ = ["ChainStep", "ShiftedRow", "chain_slots", "chain_steps", "shift_by_one", "supervised_run"]
 
 
 def supervised_run(supervised: Tensor, documents: Tensor) -> Tensor:
@@ -109,4 +111,30 @@ def chain_steps(shifted: ShiftedRow, num_steps: int) -> tuple[ChainStep, ...]:
     return tuple(
         ChainStep(rows=each.rows.to(device), kept=each.kept.to(device), chains=each.chains.to(device))
         for each in steps
+    )
+
+
+def chain_slots(
+    shifted: ShiftedRow, steps: Sequence[ChainStep], outputs: Sequence[Tensor], head: Tensor, *, decay: float
+) -> DraftSlots:
+    """What chains draft, step after step: slots with one term, weighted by decay ** step.
+
+    Args:
+        steps: of :func:`chain_steps`, all of them.
+        outputs: [n_k, H] of each step's chains, normed; steps at which none is alive any more may be left out.
+        head: [V_d, H].
+    """
+    alive = steps[: len(outputs)]
+    device = shifted.token_ids.device
+    counts = torch.tensor([each.shape[0] for each in outputs])
+    step = torch.repeat_interleave(torch.arange(len(outputs)), counts).to(device)
+    rows = torch.cat([each.rows + k for k, each in enumerate(alive)])
+    return DraftSlots(
+        terms=((torch.cat(list(outputs)), head),),
+        teacher_row=shifted.packed_index[rows],
+        step=step,
+        chain=torch.cat([each.chains for each in alive]),
+        weight=torch.pow(torch.tensor(decay, device=device), step).float(),
+        total_positions=shifted.total_positions,
+        num_steps=len(steps),
     )

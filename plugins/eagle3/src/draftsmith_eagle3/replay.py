@@ -28,8 +28,6 @@ from draftsmith_eagle3.model import DraftLayer, Eagle3Network
 
 __all__ = ["Eagle3Drafter", "LayerCache", "NetworkDrafter"]
 
-_VERIFIED = -1
-
 
 @define
 class LayerCache:
@@ -37,27 +35,6 @@ class LayerCache:
 
     key: Tensor
     value: Tensor
-
-
-@define
-class _Rows:
-    """Where the rows stand whose keys are in the caches, both int64 [rows].
-
-    Attributes:
-        position: in the sequence.
-        start: to which of the starts a provisional row belongs; _VERIFIED: to all.
-    """
-
-    position: Tensor
-    start: Tensor
-
-    def add(self, position: Tensor, start: Tensor) -> None:
-        self.position, self.start = torch.cat((self.position, position)), torch.cat((self.start, start))
-
-    def visible(self, position: Tensor, start: Tensor, verified: Tensor, window: int | None) -> Tensor:
-        """bool [N, rows]: which of them rows at *position* of *start* see, who have *verified* rows before them."""
-        seen = torch.where(self.start == _VERIFIED, self.position < verified[:, None], self.start == start[:, None])
-        return seen if window is None else seen & (position[:, None] - self.position < window)
 
 
 class NetworkDrafter(Drafter):
@@ -161,7 +138,7 @@ class Eagle3Drafter(NetworkDrafter):
         verified = torch.tensor(list(bonus), device=device)  # rows before each bonus token
         count = int(verified.max())
         position, start = torch.arange(count, device=device), torch.arange(len(verified), device=device)
-        rows = _Rows(position, torch.full_like(position, _VERIFIED))
+        rows = reference.CachedRows.verified(position)
         visible = rows.visible(position, rows.start, position + 1, window)
         caches = self.empty_caches()
         fused = self.fused(taps[:count].to(device, torch.float32))

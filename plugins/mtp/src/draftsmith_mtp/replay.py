@@ -20,7 +20,6 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
-from attrs import define
 from torch import Tensor, nn
 
 from draftsmith import reference
@@ -30,8 +29,6 @@ from draftsmith_mtp.mimo import Qwen2Layer
 from draftsmith_mtp.model import MtpDraft, MtpHead
 
 __all__ = ["MtpDrafter", "SlowLayer", "SlowQwen2", "SlowTransformers"]
-
-_VERIFIED = -1
 
 
 class SlowLayer(ABC):
@@ -47,26 +44,6 @@ class SlowLayer(ABC):
         Args:
             visible: bool [N, rows], the rows so far and these: which of them each sees.
         """
-
-
-@define
-class _Rows:
-    """Where the rows stand whose keys are in the cache, both int64 [rows].
-
-    Attributes:
-        position: in the sequence.
-        start: to which of the starts a provisional row belongs; _VERIFIED: to all.
-    """
-
-    position: Tensor
-    start: Tensor
-
-    def add(self, position: Tensor, start: Tensor) -> None:
-        self.position, self.start = torch.cat((self.position, position)), torch.cat((self.start, start))
-
-    def visible(self, start: Tensor, verified: Tensor) -> Tensor:
-        """bool [N, rows]: which of them rows of *start* see, who have *verified* rows before them."""
-        return torch.where(self.start == _VERIFIED, self.position < verified[:, None], self.start == start[:, None])
 
 
 class MtpDrafter(Drafter):
@@ -109,8 +86,8 @@ class MtpDrafter(Drafter):
         verified = torch.tensor(list(bonus), device=device)  # rows before each bonus token
         count = int(verified.max())
         position, start = torch.arange(count, device=device), torch.arange(len(verified), device=device)
-        rows = _Rows(position, torch.full_like(position, _VERIFIED))
-        visible = rows.visible(rows.start, position + 1)
+        rows = reference.CachedRows.verified(position)
+        visible = rows.visible(position, rows.start, position + 1)
         fed = taps[:count].to(device, torch.float32)
         if self.family.feeds == "normed":
             fed = self.final_norm(fed)
@@ -126,7 +103,7 @@ class MtpDrafter(Drafter):
             position = verified + step
             rows.add(position, start)
             own = normed if self.family.recycles == "normed" else hidden
-            hidden = layer(self._mixed(token, own, position), position, rows.visible(start, verified))
+            hidden = layer(self._mixed(token, own, position), position, rows.visible(position, start, verified))
         return torch.stack(logits, dim=1)
 
     def _mixed(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, Drafter, DraftSlots, MaskRule, PackedRow
+from draftsmith.rows import chain_slots
 from draftsmith_mtp.batch import Batch, make_batch
 from draftsmith_mtp.families import family_of
 from draftsmith_mtp.mask import chain_attention, continues_all
@@ -57,20 +58,7 @@ class Mtp(DraftAlgorithm):
     def forward(self, model: nn.Module, batch: Batch) -> DraftSlots:
         normed: list[Tensor] = model(batch, self.attend, continue_all=self.continue_all)
         head = model.get_parameter("lm_head.weight")
-        counts = [each.shape[0] for each in normed]
-        device = batch.token_ids.device
-        step = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
-        alive = batch.steps[: len(normed)]
-        rows = torch.cat([each.rows + k for k, each in enumerate(alive)])
-        return DraftSlots(
-            terms=((torch.cat(normed), head),),
-            teacher_row=batch.packed_index[rows],
-            step=step,
-            chain=torch.cat([each.chains for each in alive]),
-            weight=torch.pow(torch.tensor(self.options.step_decay, device=device), step).float(),
-            total_positions=batch.total_positions,
-            num_steps=self.options.num_steps,
-        )
+        return chain_slots(batch, batch.steps, normed, head, decay=self.options.step_decay)
 
     def drafter(self, model: nn.Module) -> Drafter:
         assert isinstance(model, MtpDraft)
