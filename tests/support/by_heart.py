@@ -17,7 +17,7 @@ from attrs import frozen
 from runner_v2 import v2_environment
 from torch import nn
 
-from draftsmith.api import Algorithm, ServingPlan, VerifierFacts
+from draftsmith.api import Algorithm, VerifierFacts
 from draftsmith.capture.engines.transformers import load_verifier
 from draftsmith.checkpoint.card import speculative_config
 from draftsmith.checkpoint.exported import load_draft, open_format, schema_for
@@ -60,12 +60,46 @@ class Served:
     simulated: DraftCounters
 
 
-def make_material(verifier: Path) -> Material:
+def make_material(verifier: Path, lengths: Sequence[int] = LENGTHS) -> Material:
+    """*verifier*'s greedy answers to random prompts of these *lengths*, in float32."""
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(4, 300, (length,), generator=generator).tolist() for length in LENGTHS]
+    prompts = [torch.randint(4, 300, (length,), generator=generator).tolist() for length in lengths]
     model = load_verifier(verifier, dtype=torch.float32, device=torch.device("cpu"))
     answers = generate_greedily(model, prompts, ANSWER, BEYOND, ())
     return Material(verifier, read_verifier(verifier), model, prompts, answers)
+
+
+def make_sure_of_answers(verifier: Path, lengths: Sequence[int], *, steps: int = 60, gap: float = 4.0) -> None:
+    """Train the verifier on its own answers until bfloat16 changes none, and write it in bfloat16.
+
+    A random model has near ties in every answer, which rounding decides; where the answers part, nothing that follows
+    can be compared.
+
+    Args:
+        gap: by how much the first choice leads the second one everywhere, in logits. Rounding moves a logit by some
+            hundredths.
+    """
+    material = make_material(verifier, lengths)
+    model = material.model.train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    rows = [
+        (torch.tensor([prompt + answer]), len(prompt))
+        for prompt, answer in zip(material.prompts, material.answers, strict=True)
+    ]
+    with _one_thread():
+        for _ in range(steps):
+            for ids, start in rows:
+                logits = model(input_ids=ids).logits[0, start - 1 : -1]
+                (nn.functional.cross_entropy(logits, ids[0, start:]) / len(rows)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.to(torch.bfloat16).save_pretrained(verifier)
+    settled = make_material(verifier, lengths)
+    assert settled.answers == material.answers
+    for ids, start in rows:
+        with torch.no_grad():
+            first, second = settled.model(input_ids=ids).logits[0, start - 1 : -1].topk(2).values.unbind(-1)
+        assert float((first - second).min()) > gap
 
 
 def documents(material: Material, layer_ids: Sequence[int]) -> list[PackedRow]:
@@ -133,13 +167,9 @@ def serve(
     folder: Path,
     *,
     as_model: Collection[str],
-    engine: Mapping[str, Any] | None = None,
 ) -> dict[str, Served]:
     """Serve each checkpoint beside the verifier, those named in *as_model* as the model too. All engines in one
     process, so that every draft must want the same environment.
-
-    Args:
-        engine: further engine arguments, of all of them.
 
     Returns:
         name → what came of it; the verifier's own outputs are ``outputs["alone"]`` of each.
@@ -151,16 +181,13 @@ def serve(
         required_environment(plan) | (v2_environment() if plan.needs_v2_runner else {}) for plan in plans.values()
     ]
     assert all(each == needed[0] for each in needed)
-    further = engine or {}
-    requests = [request(material, "alone", str(material.folder), further)]
+    requests = [request(material, "alone", str(material.folder), {})]
     for name, plan in plans.items():
         checkpoint = str(exports[name].folder)
         beside = {"speculative_config": speculative_config(plan, checkpoint)}
-        requests.append(
-            request(material, f"{name}-beside", str(material.folder), {**plan.engine, **further, **beside})
-        )
+        requests.append(request(material, f"{name}-beside", str(material.folder), {**plan.engine, **beside}))
         if name in as_model:
-            requests.append(request(material, f"{name}-as_model", checkpoint, {**plan.engine, **further}))
+            requests.append(request(material, f"{name}-as_model", checkpoint, plan.engine))
     results = run_engines(requests, folder, required=needed[0])
     served = {}
     for name, plan in plans.items():
@@ -168,13 +195,9 @@ def serve(
         served[name] = Served(
             outputs={"alone": results["alone"].outputs} | {way: result.outputs for way, result in ways.items()},
             counters={way: result.counters or DraftCounters.none(0) for way, result in ways.items()},
-            simulated=_simulated(material, exports[name].folder, plan, registry),
+            simulated=simulated(material, exports[name].folder, plan.num_speculative_tokens, registry),
         )
     return served
-
-
-def _environment(plan: ServingPlan) -> dict[str, str]:
-    return required_environment(plan) | (v2_environment() if plan.needs_v2_runner else {})
 
 
 def request(material: Material, name: str, model: str, further: Mapping[str, Any]) -> EngineRequest:
@@ -196,18 +219,16 @@ def request(material: Material, name: str, model: str, further: Mapping[str, Any
     )
 
 
-def _simulated(material: Material, folder: Path, plan: ServingPlan, registry: PluginRegistry) -> DraftCounters:
+def simulated(material: Material, folder: Path, num_steps: int, registry: PluginRegistry) -> DraftCounters:
     """The simulator's count, from the checkpoint's files and the verifier alone."""
     algorithm, model, _ = load_draft(folder, registry, verifier=material.folder)
     rows = documents(material, algorithm.setup.capture.layer_ids)
     simulations = [
-        simulate(
-            algorithm, model, row.input_ids, row.taps, len(prompt), plan.num_speculative_tokens, max_tokens=ANSWER
-        )
+        simulate(algorithm, model, row.input_ids, row.taps, len(prompt), num_steps, max_tokens=ANSWER)
         for row, prompt in zip(rows, material.prompts, strict=True)
     ]
     assert all(each.complete for each in simulations)
-    return Simulation.total(simulations, plan.num_speculative_tokens)
+    return Simulation.total(simulations, num_steps)
 
 
 def assert_served_as_trained(served: Served, material: Material, *, at_least: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from make_mimo import add_head
 from native_heads import LAYERS, add_native_head, configuration
+from native_loader import load_heads
+from runner_v2 import vision_environment
 
 from draftsmith.checkpoint.export import write_export
 from draftsmith.interfaces import ExportContext
@@ -25,9 +27,6 @@ CLASSES = {
     "deepseek_v3": "DeepSeekMTPModel",
     "glm4_moe": "Glm4MoeMTPModel",
 }
-#: vLLM imports torchvision for Qwen3.5, whose text models need none; set-up leaves it out. Qwen3-Next's loader is the
-#: one that Qwen3.5's is made of.
-WITHOUT_VISION = [kind for kind in CLASSES if not kind.startswith("qwen3_5")]
 
 
 @pytest.fixture(scope="module")
@@ -68,61 +67,20 @@ def test_vllm_builds_the_head_of_the_family(kind: str, material: Callable[[str],
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's process groups, which its layers ask for when they are built."""
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
-            patch.setenv(name, "1")
-        from vllm.config import VllmConfig, set_current_vllm_config
-
-        with set_current_vllm_config(VllmConfig()):
-            meeting = tmp_path_factory.mktemp("meeting") / "place"
-            init_distributed_environment(1, 0, f"file://{meeting}", 0, backend="gloo")
-            ensure_model_parallel_initialized(1, 1)
-            yield
-        cleanup_dist_env_and_memory()
+def loaded(material: Callable[[str], Material], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What vLLM's loader of each family made of a head; and the elements of its tensors ("exported")."""
+    folder = tmp_path_factory.mktemp("heads")
+    heads = {kind: (material(kind).folder, folder / kind) for kind in CLASSES}
+    sizes = {kind: sum(each.numel() for each in exported(material(kind), folder / kind).values()) for kind in CLASSES}
+    found = load_heads(heads, folder, vision_environment())
+    return {kind: {**found[kind], "exported": sizes[kind]} for kind in CLASSES}
 
 
-def built(material: Material, head: Path) -> Any:
-    """vLLM's head, as its proposer builds it beside the model."""
-    from vllm.config import set_current_vllm_config
-    from vllm.config.utils import replace
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import get_model_architecture
-
-    engine = EngineArgs(
-        model=str(material.folder),
-        dtype="float32",
-        max_model_len=256,
-        enforce_eager=True,
-        speculative_config={"method": "mtp", "model": str(head), "num_speculative_tokens": 3},
-    ).create_engine_config()
-    draft = engine.speculative_config.draft_model_config
-    config = replace(engine, model_config=draft)
-    with set_current_vllm_config(config):
-        kind, _ = get_model_architecture(draft)
-        return kind(vllm_config=config)
-
-
-@pytest.mark.parametrize("kind", WITHOUT_VISION)
-def test_vllm_loads_every_tensor_and_misses_none(
-    kind: str, material: Callable[[str], Material], process: None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", CLASSES)
+def test_vllm_loads_every_tensor_and_misses_none(kind: str, loaded: dict[str, dict[str, Any]]) -> None:
     """Every parameter but the embedding and head, which it takes from the model, is filled from the folder."""
-    tensors = exported(material(kind), tmp_path / "head")
-    head = built(material(kind), tmp_path / "head")
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.fill_(-7)
-        head.load_weights(iter([(name, tensor.float()) for name, tensor in tensors.items()]))
-    unfilled = {name for name, parameter in head.named_parameters() if bool((parameter == -7).all())}
+    found = loaded[kind]
+    assert "error" not in found, found["error"]
     shared = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
-    assert all(name.endswith(shared) for name in unfilled), unfilled
-    total = sum(each.numel() for name, each in head.named_parameters() if name not in unfilled)
-    assert total == sum(tensor.numel() for tensor in tensors.values())
+    assert all(name.endswith(shared) for name in found["unfilled"]), found
+    assert found["filled"] == found["exported"]

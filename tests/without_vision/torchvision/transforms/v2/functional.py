@@ -1,0 +1,5 @@
+"""See the package."""
+
+from torchvision.transforms import InterpolationMode
+
+__all__ = ["InterpolationMode"]
