@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import VerifierError
+from draftsmith.stored_tensors import tensor_files
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.verifier import read_verifier, tensor_specs, weight_files
+from draftsmith.verifier_weights import load_verifier_weights
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -224,6 +226,27 @@ def test_a_large_model_is_sampled_not_read(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)  # sparse: 40 GB that take no room
     assert read_verifier(folder).fingerprint
+
+
+def test_without_an_index_all_files_are_the_model_as_they_are_to_vllm(tmp_path: Path) -> None:
+    """A final norm in a file of its own is found, and part of the fingerprint; Mistral's copy of it all is neither."""
+    folder = make_tiny_verifier(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    norm = {"model.norm.weight": tensors.pop("model.norm.weight")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(norm, folder / "norm.safetensors")
+    assert weight_files(folder) == (folder / "model.safetensors", folder / "norm.safetensors")
+    assert tensor_files(folder) == list(weight_files(folder))
+    facts = read_verifier(folder)
+    found = load_verifier_weights(facts).final_norm.get_parameter("weight")
+    torch.testing.assert_close(found, norm["model.norm.weight"])
+    save_file({"model.norm.weight": found.detach() + 1}, folder / "norm.safetensors")
+    changed = read_verifier(folder).fingerprint
+    assert changed != facts.fingerprint
+    save_file({"norm.weight": found.detach()}, folder / "consolidated.safetensors")
+    assert [file.name for file in weight_files(folder)] == ["model.safetensors", "norm.safetensors"]
+    assert tensor_files(folder) == list(weight_files(folder))
+    assert read_verifier(folder).fingerprint == changed
 
 
 # --- what is no verifier ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from attrs import frozen
 from draftsmith.errors import CheckpointError
 from draftsmith.interfaces import TensorSpec
 
-__all__ = ["INDEX", "WEIGHTS", "StoredTensor", "read_file_header", "tensor_files"]
+__all__ = ["INDEX", "WEIGHTS", "StoredTensor", "read_file_header", "tensor_files", "unindexed_files"]
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -41,10 +41,20 @@ def tensor_files(folder: Path) -> list[Path]:
             raise CheckpointError(f"the index cannot be read: {error}", where=str(index)) from error
         files = [folder / name for name in names]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = unindexed_files(folder)
     if not files:
         raise CheckpointError(f"there is no {WEIGHTS}", where=str(folder), hint="export again")
     return files
+
+
+def unindexed_files(folder: Path) -> list[Path]:
+    """The safetensors files that vLLM reads of a folder without an index, sorted by name: all of them.
+
+    Beside others, ``consolidated*`` are left out: the same weights once more under Mistral's names, of which a loader
+    reads either the ones or the others (vLLM's ``DefaultModelLoader._prepare_weights``).
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def read_file_header(path: Path) -> dict[str, StoredTensor]:

@@ -26,6 +26,7 @@ from attrs import frozen
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import VerifierError
 from draftsmith.interfaces import TensorSpec
+from draftsmith.stored_tensors import unindexed_files
 
 __all__ = ["read_verifier", "tensor_specs", "weight_files"]
 
@@ -185,7 +186,7 @@ def _refuse_what_is_no_verifier(folder: Path, config: Mapping[str, Any]) -> None
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model folder, sorted by name: those of the index where it has one.
+    """The safetensors files of a model folder, sorted by name: those of the index where it has one, else all.
 
     Raises:
         VerifierError: there are none, or the index names files that are not there.
@@ -204,10 +205,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
                 hint="finish the download of the model",
             )
         return files
-    if (folder / "model.safetensors").is_file():
-        return (folder / "model.safetensors",)
-    files = tuple(sorted(folder.glob("*.safetensors")))
-    if files:
+    if files := tuple(unindexed_files(folder)):
         return files
     pickled = sorted(file.name for file in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     raise VerifierError(

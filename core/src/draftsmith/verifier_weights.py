@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import VerifierError
 from draftsmith.interfaces import VerifierWeights
+from draftsmith.verifier import weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,14 +89,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     from safetensors import safe_open
 
     found: dict[str, Path] = {}
-    single = folder / "model.safetensors"
-    for path in [single] if single.is_file() else sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             found.update(dict.fromkeys(file.keys(), path))
-    if not found:
-        raise VerifierError(
-            "no safetensors weights there", where=str(folder), hint="convert the model with save_pretrained first"
-        )
     return found
 
 
