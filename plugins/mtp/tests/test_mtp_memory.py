@@ -103,9 +103,7 @@ def test_a_train_stage_takes_neither_memory_nor_reading_for_the_models_layers(
     assert layers > 250 * MIB
     assert (most["peak"] - least["peak"]) * 1024 < 32 * MIB, (least["peak"], most["peak"])
     assert most["read"] - least["read"] < 16 * MIB, (least["read"], most["read"])
-    head = {
-        name for name in tensor_specs(large) if name.startswith(f"model.layers.{read_verifier(large).num_layers}.")
-    }
+    head = {name for name in tensor_specs(large) if name.startswith(f"model.layers.{LAYERS}.")}
     copies = {name for name in head if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
     assert len(copies) == 2
     shared = {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"}
