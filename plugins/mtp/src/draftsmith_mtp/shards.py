@@ -70,14 +70,16 @@ def refuse_existing(target: Path) -> None:
 def whole_folder(target: Path) -> Iterator[Path]:
     """An empty folder to write into. At the end it is synced and becomes *target*.
 
-    After an error or a signal nothing is left of it; after a kill a hidden folder beside *target* is, which the next
-    start with the same target removes. Two at a time do not work on one target.
+    After an error or a signal nothing is left of it, nor of the folders above it that were made for it; after a kill
+    a hidden folder beside *target* is, which the next start with the same target removes. Two at a time do not work on
+    one target.
 
     Raises:
         OutputError: *target* exists, cannot be written, or is being written by another command.
         DiskSpaceError: there is no room.
     """
     staging = _staging(target)
+    above = [each for each in target.parents if not each.exists()]
     try:
         staging.mkdir(parents=True, exist_ok=True)
         with _held(staging):
@@ -92,8 +94,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
             _refuse(target)
             os.rename(folder, target)
             _sync(target.parent)
-    except OSError as error:
-        raise _told(error, target) from error
+    except BaseException as error:
+        for each in above:  # the innermost first; one that somebody else uses by now stays
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        if isinstance(error, OSError):
+            raise _told(error, target) from error
+        raise
 
 
 def _refuse(target: Path) -> None:

@@ -44,6 +44,7 @@ from draftsmith_mtp.shards import (
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
     from draftsmith.api import VerifierFacts
 
@@ -54,6 +55,12 @@ _CONFIG = "config.json"
 _QUANTISED = ("quantization_config", "compression_config", "text_config")
 #: dtypes that convert into each other, by safetensors' names and torch's.
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: dtype in which training writes a head.
+_USUAL = "BF16"
+#: Further dtypes with values that are not finite.
+_NARROW_FLOATS = ("F8_E4M3", "F8_E5M2")
+#: Elements of a tensor that are looked at at once.
+_ELEMENTS = 1 << 20
 #: Files that are shared with the model like its weights. Others are copied, since people edit them in place.
 _LARGE = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx"}
 
@@ -128,7 +135,7 @@ def stitch(
 
     Raises:
         VerifierError: the model cannot be read, has no head, or is of a family that is not known.
-        CheckpointError: the head cannot be read, or belongs to another model.
+        CheckpointError: the head cannot be read, belongs to another model, or has values that are not finite.
         OutputError: *target* exists, or cannot be written. DiskSpaceError: there is no room.
 
     Nothing is written into the model's folder, and after an error there is no *target*.
@@ -141,6 +148,7 @@ def stitch(
         raise OutputError("the target is in the model's own folder", where=str(target), hint="choose another place")
     given = _read_head(Path(head), whole)
     _refuse_another_models(given, whole, ignore_fingerprint)
+    _refuse_not_finite(given)
     replaced, converted = _replacements(given, whole)
     files = _sort_files(whole, replaced)
     with whole_folder(target) as folder:
@@ -190,6 +198,8 @@ def unstitch(
             hint=f"choose a multiple of {layers}, or fewer",
         )
     tensors = {name: places[-1] for name, places in whole.head.items()}
+    dtypes = {name: str(tensor.spec.dtype) for name, tensor in tensors.items() if tensor.spec.dtype != _USUAL}
+    plain = _is_plain(tensors.values())
     config = {
         **head_config(
             whole.config,
@@ -197,10 +207,11 @@ def unstitch(
             verifier_name=str(whole.folder.absolute()) if Path(model).expanduser().is_dir() else str(model),
             speculative_tokens=tokens,
             tensors={name: tensor.spec.shape for name, tensor in tensors.items()},
+            dtypes=dtypes if plain else None,  # the model's, which lint then expects
         ),
         OWN_KEY: {"verifier_fingerprint": whole.facts.fingerprint},
     }
-    if not _is_plain(tensors.values()):  # how they are quantised, head_config leaves out
+    if not plain:  # how they are quantised, head_config leaves out
         config.update({key: value for key, value in whole.config.items() if key in _QUANTISED})
     size = sum(tensor.end - tensor.begin for tensor in tensors.values())
     with whole_folder(target) as folder:
@@ -376,6 +387,25 @@ def _refuse_other_tensors(head: _Head, whole: _Model) -> None:
                 )
 
 
+def _refuse_not_finite(head: _Head) -> None:
+    """Raises:
+    CheckpointError: a tensor of the head has values that are NaN or infinite, of which vLLM says nothing.
+    """
+    import torch
+
+    for name, tensor in head.tensors.items():
+        if tensor.spec.dtype not in (*_FLOATS, *_NARROW_FLOATS):
+            continue
+        values = _stored_tensor(tensor, name).reshape(-1)
+        count = sum(int((~torch.isfinite(part.float())).sum()) for part in torch.split(values, _ELEMENTS))
+        if count:
+            raise CheckpointError(
+                f"{count} of the {values.numel()} values of {name} are not finite: a head with them drafts nonsense",
+                where=str(tensor.file),
+                hint="train the head again, with a lower rate, or take one that is whole",
+            )
+
+
 def _is_plain(tensors: Iterable[StoredTensor]) -> bool:
     return all(tensor.spec.dtype in _FLOATS for tensor in tensors)
 
@@ -411,13 +441,8 @@ def _pieces(tensor: StoredTensor, name: str, dtype: str | None) -> Iterable[memo
 
 def _converted(tensor: StoredTensor, name: str, dtype: str) -> Iterator[memoryview]:
     import torch
-    from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(tensor.file, framework="pt") as file:
-            stored = file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{name} cannot be read: {error}", where=str(tensor.file)) from error
+    stored = _stored_tensor(tensor, name)
     value = stored.to(getattr(torch, _FLOATS[dtype]))
     if bool((torch.isfinite(stored) & ~torch.isfinite(value)).any()):
         raise CheckpointError(
@@ -425,7 +450,18 @@ def _converted(tensor: StoredTensor, name: str, dtype: str) -> Iterator[memoryvi
             where=str(tensor.file),
             hint="serve the head from its own folder, or stitch it into a model stored in BF16",
         )
-    yield memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    yield value.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _stored_tensor(tensor: StoredTensor, name: str) -> Tensor:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(tensor.file, framework="pt") as file:
+            found: Tensor = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{name} cannot be read: {error}", where=str(tensor.file)) from error
+    return found
 
 
 @frozen
