@@ -28,6 +28,8 @@ def test_it_answers_as_the_model_that_it_was_made_of_and_has_a_head(tmp_path, ca
     assert facts.text_config["num_nextn_predict_layers"] == 1
     heads = [name for name in load_file(target / "model.safetensors") if name.startswith("model.mtp_layers.0.")]
     assert len(heads) == 16
+    (target / "made.txt").touch()
+    assert (target / "model.safetensors").stat().st_mode == (target / "made.txt").stat().st_mode  # as readable as all
     assert "is ready" in capsys.readouterr().err
     before = (target / "model.safetensors").stat().st_mtime_ns
     make(source, target, seed=1)

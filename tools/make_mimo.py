@@ -72,14 +72,16 @@ def random_head(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 def add_head(folder: Path, seed: int = 0) -> None:
     """Make the Llama model in *folder* one of MiMo's layout, in place. It must be of one file."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
+
+    from draftsmith.stages import write_tensors
 
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors |= biases(tensors)
     tensors |= random_head(tensors, seed)
     config = mimo_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_tensors(path, tensors)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -58,6 +58,12 @@ def test_everything_comes_back(tmp_path):
     assert torch.equal(found.optimizer["x/a/m"], tensors(8)["a"])
 
 
+def test_its_files_are_as_readable_as_others(tmp_path):
+    (tmp_path / "made.txt").touch()
+    modes = {path.stat().st_mode for path in write(tmp_path, 5).iterdir()}
+    assert modes == {(tmp_path / "made.txt").stat().st_mode}
+
+
 def test_nothing_there_is_none(tmp_path):
     assert read_newest(tmp_path) is None
     with pytest.raises(CheckpointError, match="no training checkpoint"):

@@ -44,6 +44,7 @@ __all__ = [
     "sole_writer",
     "write_error",
     "write_json_atomically",
+    "write_tensors",
     "write_tensors_atomically",
     "write_text_atomically",
 ]
@@ -77,16 +78,29 @@ def write_tensors_atomically(
     """Write a safetensors file as :func:`atomically` does, with its errors. The tensors share no memory.
 
     Args:
+        metadata: as of :func:`write_tensors`.
+    """
+    with atomically(path) as temporary:
+        write_tensors(temporary, tensors, metadata)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file that is as readable as others, into a folder that becomes whole as a whole.
+
+    Args:
         metadata: of the file's header; None: ``{"format": "pt"}``, as transformers and vLLM write it.
+
+    Raises:
+        OSError, safetensors.SafetensorError: it cannot be written.
     """
     from safetensors.torch import save_file
 
-    with atomically(path) as temporary:
-        # safetensors makes files that their owner alone can read: a server that runs as somebody else could not.
-        temporary.touch()
-        mode = stat.S_IMODE(temporary.stat().st_mode)
-        save_file(dict(tensors), temporary, metadata=dict(metadata or {"format": "pt"}))
-        temporary.chmod(mode)
+    # safetensors makes files that their owner alone can read: a server that runs as somebody else could not.
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, metadata=dict(metadata or {"format": "pt"}))
+    path.chmod(mode)
 
 
 @contextlib.contextmanager

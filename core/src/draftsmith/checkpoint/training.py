@@ -26,11 +26,11 @@ import torch
 import xxhash
 from attrs import asdict, field, frozen
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftsmith.errors import CheckpointError, PluginError
-from draftsmith.stages import digest, write_error, write_json_atomically
+from draftsmith.stages import digest, write_error, write_json_atomically, write_tensors
 
 __all__ = [
     "Best",
@@ -251,7 +251,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
             own = own.clone()
         seen.add(own.untyped_storage().data_ptr())
         plain[name] = own
-    save_file(plain, path, metadata={"format": "pt"})
+    write_tensors(path, plain)
     _sync(path)
     return _checksum(path)
 
