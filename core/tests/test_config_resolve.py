@@ -21,10 +21,14 @@ def run_of(recipe: Path, *overrides: str):
     return resolve(load_recipe(recipe, overrides, strict=False), load_plugins())
 
 
-def problems_of(recipe: Path, *overrides: str) -> list[str]:
+def failure_of(recipe: Path, *overrides: str) -> UserError:
     with pytest.raises(UserError) as caught:
         run_of(recipe, *overrides)
-    return [str(each) for each in caught.value.problems]
+    return caught.value
+
+
+def problems_of(recipe: Path, *overrides: str) -> list[str]:
+    return [str(each) for each in failure_of(recipe, *overrides).problems]
 
 
 @pytest.fixture(autouse=True)
@@ -228,6 +232,17 @@ def test_a_missing_verifier_does_not_hide_other_problems(recipe, value):
     found = problems_of(recipe, f"verifier={value}", "loss=nothing_like_it")
     assert any("no such verifier" in each and value in each for each in found)
     assert any("unknown loss" in each for each in found)
+
+
+def test_the_hint_at_a_missing_verifier_leads_to_what_the_recipe_says_of_it(recipe):
+    missing = "verifier=models/made-by-hand"
+    assert not any("comment" in each.hint for each in failure_of(recipe, missing).problems)
+    recipe.write_text("# `make it` makes the verifier.\n" + recipe.read_text())
+    (problem,) = failure_of(recipe, missing).problems
+    assert problem.hint.endswith(f"the comment at the top of {recipe.name} may say how it is made")
+    (recipe.parent / "empty").mkdir()
+    (problem,) = failure_of(recipe, f"verifier={recipe.parent / 'empty'}").problems
+    assert "comment" not in problem.hint  # it is there, and something else is wrong with it
 
 
 def test_a_folder_that_is_no_model(recipe, tmp_path):

@@ -332,8 +332,19 @@ class _Resolver:
         try:
             return read_verifier(self.recipe.verifier)
         except VerifierError as error:
-            self.record(error, "verifier")
+            self.record(self.where_to_get_it(error), "verifier")
             return None
+
+    def where_to_get_it(self, error: VerifierError) -> VerifierError:
+        """*error* of a verifier; where it is not there, with a hint at the recipe's opening comment.
+
+        Models that are made, not downloaded, are told of there, as in the examples: the hub's name of none leads on.
+        """
+        recipe = self.loaded.path
+        if Path(self.recipe.verifier).expanduser().exists() or not recipe.read_bytes().startswith(b"#"):
+            return error
+        hint = f"{error.hint}; the comment at the top of {recipe.name} may say how it is made"
+        return VerifierError(error.what, where=error.where, hint=hint)
 
     def requirements(
         self, algorithm: api.Algorithm, options: Any, verifier: api.VerifierFacts
