@@ -6,7 +6,6 @@ right, which is why everything here is small.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from by_heart import Material, assert_served_as_trained, learn, make_material, serve
 from command_line import draftsmith, verification
 from runner_v2 import v2_environment
+from tiny_runs import write_own_answers
 
 from draftsmith.checkpoint.lint import lint_checkpoint
 
@@ -65,30 +65,8 @@ def test_vllm_serves_every_kind_of_block_as_it_was_trained(served, material, reg
 def finished(tiny_verifier, tmp_path_factory):
     """A whole run on the tiny verifier's own answers: (recipe, output folder, what it printed)."""
     folder = tmp_path_factory.mktemp("end-to-end")
-    text = "What is the capital of France? Why is the sky blue, please? How many legs does a spider have?"
-    answer = {"role": "assistant", "content": "(the verifier writes its own)"}
-    chats = [
-        {"messages": [{"role": "user", "content": text[start : start + 20]}, answer]} for start in range(0, 70, 6)
-    ]
-    (folder / "conversations.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    output = folder / "run"
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(
-        f"""
-verifier: {tiny_verifier}
-output: {output}
-algorithm: {{name: dspark, options: {{block_size: 4, num_layers: 2, markov_rank: 16}}}}
-data:
-  sources: [conversations.jsonl]
-  max_length: 128
-  validation_share: 0.2
-  keep_cut_answers: true
-  responses: regenerate
-  generation: {{max_tokens: 24}}
-capture: {{engine: transformers, store_dtype: float32}}
-train: {{epochs: 60, tokens_per_row: 512, learning_rate: 0.003, compute_dtype: float32}}
-verify: {{prompts: conversations.jsonl, max_tokens: 16, require_vllm: true}}
-"""
+    recipe, output = write_own_answers(
+        folder, tiny_verifier, "{name: dspark, options: {block_size: 4, num_layers: 2, markov_rank: 16}}"
     )
     return recipe, output, draftsmith("run", recipe, environment=v2_environment())
 

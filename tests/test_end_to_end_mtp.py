@@ -6,8 +6,6 @@ right as often as chance has it.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from by_heart import (
     ANSWER,
@@ -24,6 +22,7 @@ from command_line import draftsmith, verification
 from make_mimo import add_head
 from native_heads import LAYERS, add_native_head, configuration
 from runner_v2 import qwen3_5_environment
+from tiny_runs import write_own_answers
 
 from draftsmith.checkpoint.lint import lint_checkpoint
 from draftsmith.serving.vllm_process import run_engines
@@ -129,31 +128,7 @@ def test_models_with_linear_attention_are_served_as_trained(kind, environment, e
 def finished(mimo, tmp_path_factory):
     """A whole run on the tiny model's own answers: (recipe, output folder, what it printed)."""
     folder = tmp_path_factory.mktemp("end-to-end")
-    text = "What is the capital of France? Why is the sky blue, please? How many legs does a spider have?"
-    answer = {"role": "assistant", "content": "(the verifier writes its own)"}
-    chats = [
-        {"messages": [{"role": "user", "content": text[start : start + 20]}, answer]} for start in range(0, 70, 6)
-    ]
-    (folder / "conversations.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    output = folder / "run"
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(
-        f"""
-verifier: {mimo}
-output: {output}
-algorithm: mtp
-data:
-  sources: [conversations.jsonl]
-  max_length: 128
-  validation_share: 0.2
-  keep_cut_answers: true
-  responses: regenerate
-  generation: {{max_tokens: 24}}
-capture: {{engine: transformers, store_dtype: float32}}
-train: {{epochs: 60, tokens_per_row: 512, learning_rate: 0.003, compute_dtype: float32}}
-verify: {{prompts: conversations.jsonl, max_tokens: 16, require_vllm: true}}
-"""
-    )
+    recipe, output = write_own_answers(folder, mimo, "mtp")
     return recipe, output, draftsmith("run", recipe)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
+from tiny_runs import REDUCED, assert_data_are_refused, assert_refused, run_stages, write_chats, write_recipe
 
 from draftsmith.checkpoint.exported import load_draft
 from draftsmith.cli import main
@@ -18,39 +17,18 @@ from draftsmith.testing.verifiers import make_tiny_verifier
 
 pytestmark = pytest.mark.slow
 
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "what", "is", "capital", "of", "France")
-STAGES = ("prepare", "capture", "train", "export")
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A verifier and forty conversations."""
     folder = tmp_path_factory.mktemp("run")
     make_tiny_verifier(folder / "verifier", "qwen3")
-    draw = random.Random(0)
-    with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
-        for _ in range(40):
-            question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(8, 20))) for _ in range(2))
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    write_chats(folder)
     return folder
 
 
 def recipe(home: Path, output: Path, options: dict[str, Any], **values: Any) -> Path:
-    content = {
-        "verifier": str(home / "verifier"),
-        "output": str(output),
-        "algorithm": {"name": "dflash", "options": {"num_layers": 1, **options}},
-        "transport": "hs_file",
-        "data": {"sources": [str(home / "chats.jsonl")], "max_length": 128, "validation_share": 0.2},
-        "vocabulary": {"draft_size": 128},
-        "capture": {"engine": "transformers"},
-        "train": {"epochs": 2, "tokens_per_row": 256, "learning_rate": 2e-3, "compute_dtype": "float32"},
-        **values,
-    }
-    path = output.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return path
+    return write_recipe(home, output, "dflash", {"num_layers": 1, **options}, **{**REDUCED, **values})
 
 
 @pytest.mark.parametrize(
@@ -65,8 +43,7 @@ def test_from_conversations_to_a_checkpoint_without_a_finding(
     home: Path, tmp_path: Path, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recipe(home, tmp_path / "out", options)
-    for stage in STAGES:
-        assert main([stage, str(path)]) == 0, capsys.readouterr().err
+    run_stages(path, capsys)
     assert main(["lint", str(tmp_path / "out" / "checkpoint")]) == 0
     assert "0 errors, 0 warnings" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "out" / "training" / "metrics.jsonl").read_text().splitlines()]
@@ -100,12 +77,7 @@ def test_what_cannot_work_is_said_before_anything_starts(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = recipe(home, tmp_path / "out", options, **more)
-    assert main(["run", str(path)]) == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert message in printed
-    assert "→" in printed, "it does not say what to do"
-    assert not (tmp_path / "out").exists()
+    assert_refused(recipe(home, tmp_path / "out", options, **more), message, capsys)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +100,7 @@ def test_a_mask_that_vllm_would_not_serve_is_refused_before_anything_is_made(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = recipe(home, tmp_path / "out", options, **more)
-    assert main(["run", str(path)]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
+    assert_refused(recipe(home, tmp_path / "out", options, **more), message, capsys)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +113,4 @@ def test_a_mask_that_vllm_would_not_serve_is_refused_before_anything_is_made(
 def test_what_the_data_do_not_allow_is_said_before_they_are_captured(
     home: Path, tmp_path: Path, options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = recipe(home, tmp_path / "out", options)
-    for stage in ("prepare", "capture"):
-        assert main([stage, str(path)]) == 2
-        printed = " ".join(capsys.readouterr().err.split())
-        assert message in printed
-        assert "→" in printed
-    assert not (tmp_path / "out" / "states" / "stage.json").exists()
+    assert_data_are_refused(recipe(home, tmp_path / "out", options), message, capsys)

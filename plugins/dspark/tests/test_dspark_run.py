@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
+from tiny_runs import REDUCED, STAGES, write_chats, write_recipe
 
 from draftsmith.checkpoint.exported import load_draft, read_config
 from draftsmith.checkpoint.lint import lint_checkpoint
@@ -25,36 +24,18 @@ from draftsmith.testing.verifiers import make_tiny_verifier
 
 pytestmark = pytest.mark.slow
 
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "what", "is", "capital", "of", "France")
-STAGES = ("prepare", "capture", "train", "export")
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ResolvedRun]:
     """``recipe(algorithm, output, **train)``: a run on one tiny verifier and its conversations."""
     folder = tmp_path_factory.mktemp("run")
-    verifier = make_tiny_verifier(folder / "verifier", "qwen3")
-    draw = random.Random(0)
-    with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
-        for _ in range(40):
-            question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(12, 40))) for _ in range(2))
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    make_tiny_verifier(folder / "verifier", "qwen3")
+    write_chats(folder, words=(12, 40))
 
     def make(name: str, output: str, options: dict[str, Any] | None = None, **train: Any) -> ResolvedRun:
-        values = {
-            "verifier": str(verifier),
-            "output": str(folder / output),
-            "algorithm": {"name": name, "options": {"num_layers": 1, "block_size": 4, **(options or {})}},
-            "transport": "hs_file",
-            "observers": [],
-            "data": {"sources": ["chats.jsonl"], "max_length": 128, "validation_share": 0.2},
-            "vocabulary": {"draft_size": 128},
-            "capture": {"engine": "transformers"},
-            "train": {"epochs": 2, "tokens_per_row": 256, "learning_rate": 2e-3, "compute_dtype": "float32", **train},
-        }
-        path = folder / f"{output}.yaml"
-        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        rates = {"epochs": 2, "tokens_per_row": 256, "learning_rate": 2e-3, "compute_dtype": "float32", **train}
+        chosen = {"num_layers": 1, "block_size": 4, **(options or {})}
+        path = write_recipe(folder, folder / output, name, chosen, observers=[], train=rates, **REDUCED)
         return resolve(load_recipe(path), load_plugins())
 
     return make

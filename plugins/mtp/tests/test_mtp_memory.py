@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from native_heads import LAYERS, add_native_head, configuration
+from tiny_runs import write_recipe
 
 from draftsmith.cli import main
 from draftsmith.testing.verifiers import make_tiny_verifier
@@ -70,21 +70,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[P
     def train(width: int) -> tuple[Path, dict[str, Any]]:
         folder = tmp_path_factory.mktemp(f"width-{width}")
         sizes = {"intermediate_size": width, "first_k_dense_replace": LAYERS}
-        model = make_tiny_verifier(folder / "model", configuration("glm4_moe"), num_layers=LAYERS, **sizes)
+        model = make_tiny_verifier(folder / "verifier", configuration("glm4_moe"), num_layers=LAYERS, **sizes)
         add_native_head(model)
         question = {"role": "user", "content": "What is the capital of France?"}
         answers = ("The capital of France is Paris.", "It has eight legs, all of them.", "Because of the sky.")
         chats = [{"messages": [question, {"role": "assistant", "content": answer}]} for answer in answers]
         (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-        content = {
-            "verifier": str(model),
-            "output": str(folder / "run"),
-            "algorithm": "mtp",
-            "data": {"sources": [str(folder / "chats.jsonl")], "max_length": 64, "validation_share": 0.0},
-            "train": {"epochs": 2, "tokens_per_row": 64, "compute_dtype": "float32"},
-        }
-        recipe = folder / "recipe.yaml"
-        recipe.write_text(yaml.safe_dump(content))
+        recipe = write_recipe(
+            folder,
+            folder / "run",
+            "mtp",
+            {},
+            data={"sources": [str(folder / "chats.jsonl")], "max_length": 64, "validation_share": 0.0},
+            train={"epochs": 2, "tokens_per_row": 64, "compute_dtype": "float32"},
+        )
         for stage in ("prepare", "capture"):
             assert main([stage, str(recipe)]) == 0
         subprocess.run([sys.executable, "-c", TRAIN, str(recipe), str(model)], check=True)

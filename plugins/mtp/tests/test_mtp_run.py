@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from make_mimo import add_head
+from tiny_runs import assert_refused, run_stages, write_chats, write_recipe
 
 from draftsmith.api import DataFacts
 from draftsmith.checkpoint.exported import load_draft
@@ -22,9 +21,6 @@ from draftsmith_mtp.options import MtpOptions, check_data
 
 pytestmark = pytest.mark.slow
 
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "what", "is", "capital", "of", "France")
-STAGES = ("prepare", "capture", "train", "export")
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,28 +29,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_verifier(folder / "headless", "llama")
     make_tiny_verifier(folder / "verifier", "llama")
     add_head(folder / "verifier")
-    draw = random.Random(0)
-    with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
-        for _ in range(40):
-            question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(8, 20))) for _ in range(2))
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    write_chats(folder)
     return folder
 
 
 def recipe(home: Path, output: Path, options: dict[str, Any], **values: Any) -> Path:
-    content = {
-        "verifier": str(home / "verifier"),
-        "output": str(output),
-        "algorithm": {"name": "mtp", "options": options},
-        "transport": "hs_file",
-        "data": {"sources": [str(home / "chats.jsonl")], "max_length": 128, "validation_share": 0.2},
-        "train": {"epochs": 2, "tokens_per_row": 256, "learning_rate": 2e-3, "compute_dtype": "float32"},
-        **values,
-    }
-    path = output.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return path
+    return write_recipe(home, output, "mtp", options, **values)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +44,7 @@ def test_from_conversations_to_a_head_without_a_finding(
     home: Path, tmp_path: Path, options: dict[str, Any], more: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recipe(home, tmp_path / "out", options, **more)
-    for stage in STAGES:
-        assert main([stage, str(path)]) == 0, capsys.readouterr().err
+    run_stages(path, capsys)
     assert main(["lint", str(tmp_path / "out" / "checkpoint")]) == 0
     assert "0 errors, 0 warnings" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "out" / "training" / "metrics.jsonl").read_text().splitlines()]
@@ -101,12 +80,7 @@ def test_what_cannot_work_is_said_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     more = {key: str(home / value) if key == "verifier" else value for key, value in more.items()}
-    path = recipe(home, tmp_path / "out", options, **more)
-    assert main(["run", str(path)]) == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert message in printed
-    assert "→" in printed, "it does not say what to do"
-    assert not (tmp_path / "out").exists()
+    assert_refused(recipe(home, tmp_path / "out", options, **more), message, capsys)
 
 
 def test_steps_that_no_answer_reaches_are_refused_before_states_are_captured(
