@@ -174,9 +174,19 @@ def test_a_head_of_other_shapes_does_not_load(head: Path, case: AlgorithmCase) -
 def test_it_is_served_beside_its_model_alone(head: Path, case: AlgorithmCase) -> None:
     plan = case.format.serving(json.loads((head / "config.json").read_text()))
     assert (plan.method, plan.num_speculative_tokens, plan.as_model) == ("mtp", 3, False)
+    assert not plan.needs_v2_runner
     assert "draftsmith stitch" in plan.notes[0]
     with pytest.raises(CheckpointError, match="number of speculative tokens"):
         case.format.serving({})
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+def test_runner_v1_is_kept_from_the_heads_that_it_dies_of(head: Path, case: AlgorithmCase, model_type: str) -> None:
+    written = json.loads((head / "config.json").read_text())
+    config = {"model_type": model_type, "draftsmith": written["draftsmith"]} | {
+        key: written[key] for key in ("speculators_config",) if key in written
+    }
+    assert case.format.serving(config).needs_v2_runner
 
 
 def test_a_head_is_no_verifier(head: Path) -> None:

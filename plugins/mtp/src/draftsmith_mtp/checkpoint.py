@@ -110,7 +110,13 @@ class MtpCheckpoint(CheckpointFormat):
             "It is the model's own head: put back into a copy of the model (`draftsmith stitch`), it is served "
             "without a folder of its own."
         )
-        return ServingPlan(method="mtp", num_speculative_tokens=tokens, as_model=False, notes=(note,))
+        return ServingPlan(
+            method="mtp",
+            num_speculative_tokens=tokens,
+            as_model=False,
+            needs_v2_runner=_family(config).needs_v2_runner,
+            notes=(note,),
+        )
 
     # --- checking -----------------------------------------------------------------------------------------------
 

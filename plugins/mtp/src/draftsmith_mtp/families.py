@@ -64,6 +64,7 @@ class MtpFamily:
         recycles: which of its own hidden states it is handed in later steps: before (``raw``) or after (``normed``)
             the norm before the verifier's head.
         zeroes_first: the embedding is zero in the row at position 0.
+        needs_v2_runner: vLLM's model runner V1, which is what CPUs have, dies of it.
         network: ``module:Class`` of the network that trains it, a ``draftsmith_mtp.model.MtpHead``; None: the head is
             recognised, extracted and stitched, and cannot be trained yet.
         summary: one line for people.
@@ -84,6 +85,7 @@ class MtpFamily:
     feeds: Literal["raw", "normed"] = "normed"
     recycles: Literal["raw", "normed"] = "normed"
     zeroes_first: bool = False
+    needs_v2_runner: bool = False
     network: str | None = None
     _own: dict[str, str] = field(init=False, repr=False, eq=False)
 
@@ -250,6 +252,7 @@ FAMILIES = (
         prefix="mtp.",
         names=_QWEN_NAMES,
         layer="layers.{index}.",
+        needs_v2_runner=True,
         network="draftsmith_mtp.layers:Qwen3Head",
     ),
     MtpFamily(
