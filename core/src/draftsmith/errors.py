@@ -18,6 +18,7 @@ __all__ = [
     "DataError",
     "DiskSpaceError",
     "DraftsmithError",
+    "EndpointFailed",
     "FingerprintMismatch",
     "NumericsError",
     "OutputError",
@@ -28,6 +29,7 @@ __all__ = [
     "SampleError",
     "SampleIncomplete",
     "SampleMissing",
+    "SampleRefused",
     "ServingError",
     "Stopped",
     "TransportError",
@@ -201,6 +203,18 @@ class ServingError(DraftsmithError):
     """vLLM is not installed, cannot serve this checkpoint, or answered what it should not."""
 
 
+class EndpointFailed(ServingError):
+    """A capture endpoint could not be reached, died, or did not answer in time: another one, or a later try, may do.
+
+    Args:
+        endpoint: its name.
+    """
+
+    def __init__(self, what: str, *, endpoint: str, hint: str | None = None) -> None:
+        self.endpoint = endpoint
+        super().__init__(what, where=endpoint, hint=hint)
+
+
 class TransportError(DraftsmithError):
     """A hidden-state transport cannot be reached or written to."""
 
@@ -223,6 +237,10 @@ class SampleIncomplete(SampleError):
 
 class SampleCorrupt(SampleError):
     """The sample is complete and wrong: length, shape, dtype, checksum, or values that are not finite."""
+
+
+class SampleRefused(SampleError):
+    """The verifier's states of this row are not finite, so that there are none: the row is left out of training."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str | None:

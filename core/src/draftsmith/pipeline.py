@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.resolve import RUN_FILE, ResolvedRun
-from draftsmith.errors import ConfigError, OutputError
+from draftsmith.errors import ConfigError, OutputError, Problem
 from draftsmith.plugins import load_reference
 from draftsmith.stages import FILE, STAGES, Stage, StageRecord, is_first_rank, sole_writer, write_json_atomically
 
@@ -91,16 +91,42 @@ def run_all(
         The record of each stage that was run.
 
     Raises:
-        ConfigError: the algorithm cannot use the recipe's mask or form of attention, or the prepared data.
+        ConfigError: the algorithm cannot use the recipe's mask or form of attention, or the prepared data; or capture
+            alone is asked for, where states are captured while training.
         CheckpointError: training would begin from a checkpoint of another vocabulary than that of the prepared data.
         OutputError: the output is not this run's to write to, or another command is at work there.
     """
-    wanted = list(STAGES) if stages is None else [name for name in STAGES if name in stages]
+    wanted = stages_of(run, stages, console)
     if {"prepare", *_TRAINED_ON} & set(wanted):
         check_attention(run)
     claim_output(run)
     with sole_writer(run.folders.output):
         return _run_stages(run, console, overwrite=overwrite, wanted=wanted)
+
+
+def stages_of(run: ResolvedRun, stages: Sequence[str] | None, console: Console | None) -> list[str]:
+    """Those of *stages* that *run* has, in order. Where states are captured while training, capture is none of them.
+
+    Raises:
+        ConfigError: nothing else is asked for.
+    """
+    wanted = [name for name in STAGES if stages is None or name in stages]
+    if not run.recipe.captures_online or "capture" not in wanted:
+        return wanted
+    if wanted == ["capture"]:
+        raise ConfigError(
+            [
+                Problem(
+                    "with capture.mode: online, states are captured while the draft is trained, not before",
+                    where="capture.mode",
+                    hint="run `draftsmith train`, or `draftsmith run` for all stages; where servers capture "
+                    "(online.endpoints), `draftsmith capture serve` starts one",
+                )
+            ]
+        )
+    if console is not None:
+        console.print("capture: no stage of this run; training captures while it goes on (capture.mode: online)")
+    return [name for name in wanted if name != "capture"]
 
 
 def _run_stages(

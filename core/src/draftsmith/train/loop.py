@@ -34,13 +34,13 @@ from draftsmith.checkpoint.training import (
     write_finished,
 )
 from draftsmith.config.schema import TrainConfig
-from draftsmith.errors import DataError, NumericsError, Stopped
+from draftsmith.errors import DataError, DraftsmithError, NumericsError, Stopped
 from draftsmith.interfaces import DraftAlgorithm, DraftSlots, ScoredSlots
 from draftsmith.progress import stage_progress
 from draftsmith.train.log import MetricsLog
 from draftsmith.train.metrics import Pairs, add_pairs, divide
 from draftsmith.train.optimizers import Optimizers
-from draftsmith.train.rows import LoadedRow, Order, RowLoader, derived_seed, read_ahead, to_device
+from draftsmith.train.rows import Interrupted, LoadedRow, Order, RowLoader, Waits, derived_seed, to_device
 from draftsmith.train.schedule import rate_factor, warmup_steps
 from draftsmith.train.signals import StopRequest
 from draftsmith.train.step import Objective, RowScore, score_row, train_step
@@ -73,6 +73,8 @@ class Job:
         environment: see :class:`~draftsmith.checkpoint.training.TrainingState`.
         warn: prints a message for the user.
         told: samples that the user was told about.
+        waits: how long the trainer waited for rows.
+        idle: shares of the time that somebody waited for another, by name, for the progress and the observers.
     """
 
     config: TrainConfig
@@ -91,6 +93,8 @@ class Job:
     console: Console | None = None
     warn: Callable[[str], None] = lambda message: None
     told: set[str] = field(factory=set)
+    waits: Waits = field(factory=Waits)
+    idle: Callable[[], Mapping[str, float]] = dict
 
     @property
     def validate_every(self) -> int:
@@ -110,10 +114,15 @@ def train(job: Job, state: TrainingState, saved: int) -> TrainingState:
 
     Raises:
         Stopped: a signal came; the state is saved.
-        NumericsError, SampleError, DiskSpaceError: training cannot go on; the last checkpoint is untouched.
+        SampleError, TransportError, ServingError: the rows of the next step cannot be had; the state is saved.
+        NumericsError, DiskSpaceError: training cannot go on; the last checkpoint is untouched.
     """
-    total = job.order.total_steps
-    rows = read_ahead(job.load, (bin_ for bins in job.order.steps_from(state.step) for bin_ in bins))
+    total, first = job.order.total_steps, state.step
+
+    def bins() -> Iterator[Sequence[int]]:
+        return (bin_ for step in job.order.steps_from(first) for bin_ in step)
+
+    rows = job.load.rows(bins, stopped=lambda: bool(job.stop), waits=job.waits)
     with closing(rows), stage_progress(job.console, "train", _all_tokens(job), "tokens") as bar:
         bar.advance(state.tokens)
         while True:
@@ -129,17 +138,24 @@ def train(job: Job, state: TrainingState, saved: int) -> TrainingState:
                 raise _stopped(job, state)
             if state.step == total:
                 return state
-            state, tokens, shown = _one_step(job, state, rows)
+            started = time.monotonic()
+            try:
+                loaded = [next(rows) for _ in range(_rows_in(job, state.step))]
+            except Interrupted:
+                continue  # to the duties of the step that was the last one
+            except DraftsmithError:
+                if state.step not in (0, saved):
+                    _save(job, state)
+                raise
+            state, tokens, shown = _one_step(job, state, loaded, started)
             bar.advance(tokens, **shown)
 
 
 def _one_step(
-    job: Job, state: TrainingState, rows: Iterator[LoadedRow]
-) -> tuple[TrainingState, int, dict[str, float]]:
+    job: Job, state: TrainingState, loaded: Sequence[LoadedRow], started: float
+) -> tuple[TrainingState, int, dict[str, object]]:
     """The next optimiser step: its state, its tokens, and what the progress bar shows."""
-    started = time.monotonic()
     step = state.step
-    loaded = [next(rows) for _ in range(_rows_in(job, step))]
     _tell_skipped(job, loaded)
     rates = job.optimizers.set_rate(_rate_factor(job, step))
     result = train_step(
@@ -159,15 +175,17 @@ def _one_step(
         {"step": state.step, "phase": "train", "epoch": job.order.epoch_of(step), "tokens": state.tokens, **values}
     )
     seconds = time.monotonic() - started
+    idle = job.idle()
     job.events.step_finished(
         api.StepFinished(
             step=state.step,
             tokens=state.tokens,
             phase="train",
-            metrics={**values, "tokens_per_second": tokens / max(seconds, 1e-9)},
+            metrics={**values, "tokens_per_second": tokens / max(seconds, 1e-9), **idle},
         )
     )
-    shown = {name: value for name, value in values.items() if name in _SHOWN}
+    shown: dict[str, object] = {name: value for name, value in values.items() if name in _SHOWN}
+    shown |= {name: f"{share:.0%}" for name, share in idle.items()}
     return state, tokens, {"step": float(state.step), **shown}
 
 
@@ -211,7 +229,7 @@ def validate(job: Job) -> Pairs | None:
     """
     try:
         return add_pairs(score.pairs for score in _scored_validation(job))
-    except _Interrupted:
+    except Interrupted:
         return None
 
 
@@ -234,7 +252,7 @@ def finish(job: Job, state: TrainingState) -> dict[str, float]:
     model.eval()
     try:
         figures = {name: float(value) for name, value in algorithm.finish(model, _ValidationSlots(job)).items()}
-    except _Interrupted:
+    except Interrupted:
         raise _stopped(job, state) from None
     bad = [name for name, value in figures.items() if not math.isfinite(value)]
     if bad:
@@ -245,10 +263,6 @@ def finish(job: Job, state: TrainingState) -> dict[str, float]:
     job.log.write({"step": step, "phase": "finish", "tokens": state.tokens, **figures})
     job.events.step_finished(api.StepFinished(step=step, tokens=state.tokens, phase="finish", metrics=figures))
     return figures
-
-
-class _Interrupted(Exception):
-    """A signal came while validation rows were scored."""
 
 
 class _ValidationSlots:
@@ -265,11 +279,11 @@ class _ValidationSlots:
 
 def _scored_validation(job: Job) -> Iterator[RowScore]:
     """All validation rows, with the same draws at every validation, so that they can be compared."""
-    rows = read_ahead(job.load_validation, iter(job.validation_bins))
+    rows = job.load_validation.rows(lambda: iter(job.validation_bins), stopped=lambda: bool(job.stop), waits=job.waits)
     with closing(rows):
         for place, loaded in enumerate(rows):
             if job.stop:
-                raise _Interrupted
+                raise Interrupted
             _tell_skipped(job, [loaded])
             row = to_device(loaded.row, job.device, job.objective.compute_dtype)
             with _evaluating(job.objective.model, job.device):  # left before whoever asks goes on
