@@ -171,6 +171,8 @@ class OnlineCapture:
         if kind is None or issubclass(kind, DraftsmithError):  # not after a second signal, which does not wait
             concurrent.futures.wait(in_flight, timeout=_LAST_ANSWERS)
         self._close_pool()
+        for stream in streams:
+            stream.join()
         if self._lost:
             self._tell_recovered()
         self._clear(failed=error is not None)
@@ -383,6 +385,10 @@ class _Stream:
         """Ask for nothing more. Whoever waits is told."""
         self._closed.set()
 
+    def join(self) -> None:
+        """Return when the thread has ended, which the closed pool lets it."""
+        self._thread.join(10)
+
 
 class OnlineStates:
     """What a loader reads from: the States of ``train.rows``. Used by one thread at a time."""
@@ -490,7 +496,14 @@ class OnlineRowLoader(RowLoader):
     def rows(self, bins: Bins, *, stopped: Callable[[], bool] = never, waits: Waits | None = None) -> Rows:
         stream = self._capture.follow(self._ahead_table[index] for bin_ in bins() for index in bin_)
         self._online.follow(stream)
-        rows = super().rows(bins, stopped=stopped, waits=waits)
+
+        def closing() -> bool:
+            if not stopped():
+                return False
+            stream.close()  # before the rows end, whose thread waits for the stream
+            return True
+
+        rows = super().rows(bins, stopped=closing, waits=waits)
         try:
             for row in rows:  # noqa: UP028 - `yield from` would end the rows first, which wait for the stream
                 yield row
