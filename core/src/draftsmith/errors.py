@@ -18,6 +18,7 @@ __all__ = [
     "DataError",
     "DiskSpaceError",
     "DraftsmithError",
+    "EndpointFailed",
     "FingerprintMismatch",
     "NumericsError",
     "OutputError",
@@ -199,6 +200,18 @@ class Stopped(DraftsmithError):
 
 class ServingError(DraftsmithError):
     """vLLM is not installed, cannot serve this checkpoint, or answered what it should not."""
+
+
+class EndpointFailed(ServingError):
+    """A capture endpoint could not be reached, died, or did not answer in time: another one, or a later try, may do.
+
+    Args:
+        endpoint: its name.
+    """
+
+    def __init__(self, what: str, *, endpoint: str, hint: str | None = None) -> None:
+        self.endpoint = endpoint
+        super().__init__(what, where=endpoint, hint=hint)
 
 
 class TransportError(DraftsmithError):
