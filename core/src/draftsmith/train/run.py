@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from draftsmith import api
+from draftsmith import __version__, api
 from draftsmith.capture.states import CapturedStates, open_states, suspect_capture
 from draftsmith.capture.statistics import StatisticsDamaged
 from draftsmith.checkpoint.training import (
@@ -20,15 +21,17 @@ from draftsmith.checkpoint.training import (
     load_weights_into,
     read_newest,
     restore_random_states,
+    trained_tensors,
 )
 from draftsmith.checkpoint.warm_start import begin_from, checkpoint_digest
 from draftsmith.config.structure import plain
 from draftsmith.data.dataset import open_prepared
 from draftsmith.device import deterministic_algorithms, resolve_dtype, training_device
-from draftsmith.errors import OutputError, SampleError, Stopped
+from draftsmith.errors import ConfigError, OutputError, Problem, SampleError, Stopped, mark_shared
 from draftsmith.observers import Dispatcher, open_observers
-from draftsmith.stages import Stage, StageRecord
-from draftsmith.train.log import MetricsLog
+from draftsmith.stages import Stage, StageRecord, differences, digest
+from draftsmith.train.distributed import ALONE, Ranks, join
+from draftsmith.train.log import MetricsLog, NoLog
 from draftsmith.train.loop import Job, finish, train
 from draftsmith.train.optimizers import Optimizers, build_optimizers
 from draftsmith.train.rows import Order, RowLoader, RowPlan, Table, check_plan, derived_seed, plan_rows
@@ -48,7 +51,7 @@ __all__ = ["METRICS_LOG", "Training", "prepare_training", "run_train", "train_fi
 METRICS_LOG = "metrics.jsonl"
 
 #: Keys of ``train:`` that change when something is written, or what stops the run, not what is computed.
-_HARMLESS = ("bad_samples", "checkpoint_every", "keep_checkpoints")
+_HARMLESS = ("bad_samples", "checkpoint_every", "keep_checkpoints", "rank_timeout")
 
 
 @frozen(kw_only=True)
@@ -60,6 +63,7 @@ class Training:
         order: which rows each optimiser step trains on.
         statistics: the teacher's, of the capture, are of this training's dtype, and are read.
         fresh: state-dict names of what a warm start leaves freshly initialised.
+        ranks: those that train it.
     """
 
     objective: Objective
@@ -73,6 +77,7 @@ class Training:
     parameters: ParameterCount
     statistics: bool
     fresh: tuple[str, ...] = ()
+    ranks: Ranks = ALONE
 
     @property
     def model(self) -> nn.Module:
@@ -82,34 +87,46 @@ class Training:
 def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bool = False) -> StageRecord:
     """Train the draft; resumes where an earlier start was killed or stopped.
 
+    Started by torchrun, the processes train together, and all return the same.
+
     Raises:
         Stopped: SIGTERM or SIGINT; the state is saved (exit code 143 or 130).
         FingerprintMismatch: the folder holds a training from other inputs.
         SampleError, NumericsError, DiskSpaceError: training cannot go on; checkpoints are as they were.
+        RanksLost: another process has ended.
     """
+    config = run.recipe.train
+    with join(config.device, timeout=config.rank_timeout) as ranks:
+        record = ranks.share(_run_on(ranks, run, console if ranks.first else None, overwrite=overwrite))
+    assert record is not None
+    return record
+
+
+def _run_on(ranks: Ranks, run: ResolvedRun, console: Console | None, *, overwrite: bool) -> StageRecord | None:
+    """:func:`run_train` of one of the *ranks*; all but the first return nothing."""
     stage = Stage("train", run.folders.training)
-    found = stage.compare(train_fingerprint(run), overwrite=overwrite)
+    found = ranks.share(stage.compare(train_fingerprint(run), overwrite=overwrite) if ranks.first else "fresh")
     if found == "complete":
-        record = stage.record()
-        assert record is not None
-        return record
+        return stage.record() if ranks.first else None
 
     def say(message: str) -> None:
         if console is not None:
             console.print(message, markup=False, highlight=False, soft_wrap=True)
 
-    events = _Events(open_observers(run))
+    events = _Events(open_observers(run) if ranks.first else Dispatcher())
     started = time.monotonic()
     outcome: Literal["completed", "stopped", "failed"] = "failed"
+    record: StageRecord | None = None
     try:
         # Signals are noted from here on: one that comes while the weights load stops before the first step.
         with StopRequest() as stop, deterministic_algorithms():
-            training = prepare_training(run)
+            training = prepare_training(run, ranks)
             _describe(run, training, say)
-            if found == "fresh":  # not before: a run that cannot be built takes the place of no other
+            if found == "fresh" and ranks.first:  # not before: a run that cannot be built takes the place of no other
                 stage.claim()
             state, figures = _train(run, training, stop, events, console, say)
-        record = stage.finish(_summary(training, state) | ({"finish": figures} if figures else {}))
+        if ranks.first:
+            record = stage.finish(_summary(training, state) | ({"finish": figures} if figures else {}))
         outcome = "completed"
     except Stopped:
         outcome = "stopped"
@@ -146,7 +163,7 @@ def train_fingerprint(run: ResolvedRun) -> dict[str, Any]:
     return {"previous": captured.digest, **facets, "train": settings, "reduction": _reduction(run)}
 
 
-def prepare_training(run: ResolvedRun) -> Training:
+def prepare_training(run: ResolvedRun, ranks: Ranks = ALONE) -> Training:
     """Build everything from the prepared data and the captured states; trains nothing, writes nothing.
 
     Raises:
@@ -197,6 +214,7 @@ def prepare_training(run: ResolvedRun) -> Training:
         parameters=count_parameters(model),
         statistics=statistics,
         fresh=tuple(fresh),
+        ranks=ranks,
     )
 
 
@@ -214,18 +232,27 @@ def _train(
     say: Callable[[str], None],
 ) -> tuple[TrainingState, dict[str, float]]:
     """The state at the end, and the algorithm's figures of its last hand on the draft."""
-    found = read_newest(run.folders.training, say)
+    ranks = training.ranks
+    _check_same_run(run, training)
+    if ranks.world > 1:
+        stop.share()
+        torch.manual_seed(derived_seed(run.recipe.train.seed, "rank", ranks.rank))
     environment = _environment(training)
     state = TrainingState(step=0)
+    found = _newest(run, training, say)
     if found is not None:
         state = _restore(training, found)
         say(f"going on after step {state.step} of {training.order.total_steps} ({found.path.name})")
         for line in _changes(state.environment, environment):
             say(f"note: {line}; the weights will not be bit-identical to those of an uninterrupted run")
-    elif run.recipe.train.warm_start is not None:
-        fresh = f"; fresh are {', '.join(training.fresh)}" if training.fresh else ""
-        say(f"training begins from the weights in {_warm_start(run)}{fresh}")
-    with MetricsLog(run.folders.training / METRICS_LOG, keep=state.log_bytes) as log:
+    else:
+        if run.recipe.train.warm_start is not None:
+            fresh = f"; fresh are {', '.join(training.fresh)}" if training.fresh else ""
+            say(f"training begins from the weights in {_warm_start(run)}{fresh}")
+        if ranks.world > 1:  # another processor may have drawn other weights from the same seed
+            load_weights_into(training.model, ranks.share_tensors(trained_tensors(training.model)))
+    path = run.folders.training / METRICS_LOG
+    with MetricsLog(path, keep=state.log_bytes) if ranks.first else NoLog() as log:
         job = Job(
             config=run.recipe.train,
             objective=training.objective,
@@ -242,6 +269,7 @@ def _train(
             environment=environment,
             console=console,
             warn=say,
+            ranks=ranks,
         )
         events.step = state.step
         events.observers.run_started(
@@ -256,7 +284,49 @@ def _train(
         )
         training.model.train()
         state = train(job, state, saved=state.step if found is not None else -1)
-        return state, finish(job, state)
+        return state, ranks.share(finish(job, state) if ranks.first else {})
+
+
+def _check_same_run(run: ResolvedRun, training: Training) -> None:
+    """Whether all ranks were started with the same recipe, data and versions: they would wait for each other forever.
+
+    Raises:
+        ConfigError: they were not; it says what differs.
+    """
+    recipe = run.resolved_recipe()
+    mine = {
+        "versions": {"draftsmith": __version__, "torch": torch.__version__},
+        **{name: recipe[name] for name in ("verifier", "algorithm", "architecture", "loss", "mask", "train")},
+        "rows": digest([training.rows.bins, training.validation_rows.bins]),
+    }
+    first, *others = training.ranks.exchange(json.loads(json.dumps(mine, default=str)))
+    for rank, other in enumerate(others, start=1):
+        lines = differences(first, other)
+        if lines:
+            hint = "start all of them with the same command, the same packages and the same prepared data"
+            raise mark_shared(ConfigError([Problem(f"rank 0 → rank {rank}: {line}", hint=hint) for line in lines]))
+
+
+def _newest(run: ResolvedRun, training: Training, say: Callable[[str], None]) -> TrainingCheckpoint | None:
+    """The checkpoint to go on from: the newest whole one that the first rank finds, on every rank.
+
+    Raises:
+        CheckpointError: there are some, and all are damaged.
+    """
+    ranks = training.ranks
+    found = read_newest(run.folders.training, say) if ranks.first else None
+    if ranks.world == 1:
+        return found
+    about = ranks.share(None if found is None else (found.path, found.state))
+    if about is None:
+        return None
+    path, state = about
+    return TrainingCheckpoint(
+        path=path,
+        state=state,
+        model=ranks.share_tensors(found.model if found else None),
+        optimizer=ranks.share_tensors(found.optimizer if found else None),
+    )
 
 
 class _Events:
@@ -277,7 +347,7 @@ class _Events:
 def _restore(training: Training, found: TrainingCheckpoint) -> TrainingState:
     load_weights_into(training.model, found.model)
     training.optimizers.load_state_tensors(found.optimizer)
-    restore_random_states(found.state.random_states)
+    restore_random_states(found.state.random_states, training.ranks.rank)
     return found.state
 
 
@@ -305,6 +375,7 @@ def _describe(run: ResolvedRun, training: Training, say: Callable[[str], None]) 
         f"{len(rows.bins)} rows of {rows.capacity} tokens, {rows.fill:.1%} full; "
         f"{len(training.validation_rows.bins)} for validation; {training.order.total_steps} steps on "
         f"{training.device} in {str(objective.compute_dtype).removeprefix('torch.')}"
+        + (f", by {training.ranks.world} processes" if training.ranks.world > 1 else "")
     )
     if not training.statistics:
         say(
@@ -328,6 +399,7 @@ def _environment(training: Training) -> dict[str, str]:
         "compute dtype": str(training.objective.compute_dtype),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
+        "processes": str(training.ranks.world),
     }
 
 
