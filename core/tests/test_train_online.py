@@ -1,4 +1,4 @@
-"""States captured while training: the same weights as offline, in whatever order they come, and nothing left behind."""
+"""States captured while training: the weights of an offline run, whatever order they come in, and nothing left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from draftsmith.capture.endpoints import EndpointFailed, EngineEndpoint

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.resolve import RUN_FILE, ResolvedRun
-from draftsmith.errors import ConfigError, OutputError, Problem
+from draftsmith.errors import ConfigError, OutputError, Problem, UserError, mark_shared
 from draftsmith.plugins import load_reference
-from draftsmith.stages import FILE, STAGES, Stage, StageRecord, is_first_rank, sole_writer, write_json_atomically
+from draftsmith.stages import (
+    FILE,
+    STAGES,
+    Stage,
+    StageRecord,
+    is_first_rank,
+    process_count,
+    sole_writer,
+    write_json_atomically,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,13 +105,53 @@ def run_all(
             alone is asked for, where states are captured while training.
         CheckpointError: training would begin from a checkpoint of another vocabulary than that of the prepared data.
         OutputError: the output is not this run's to write to, or another command is at work there.
+        UserError: several processes were started for something else than training.
     """
-    wanted = stages_of(run, stages, console)
-    if {"prepare", *_TRAINED_ON} & set(wanted):
-        check_attention(run)
-    claim_output(run)
-    with sole_writer(run.folders.output):
-        return _run_stages(run, console, overwrite=overwrite, wanted=wanted)
+    wanted = stages_of(run, stages, console if is_first_rank() else None)
+    check_processes(run, wanted)
+    with _together(run):
+        if {"prepare", *_TRAINED_ON} & set(wanted):
+            check_attention(run)
+        if is_first_rank():
+            claim_output(run)
+        with sole_writer(run.folders.output):
+            return _run_stages(run, console if is_first_rank() else None, overwrite=overwrite, wanted=wanted)
+
+
+def check_processes(run: ResolvedRun, wanted: Sequence[str]) -> None:
+    """Whether as many processes as were started can do what is wanted.
+
+    Raises:
+        UserError: they cannot: training alone is done by several.
+        ConfigError: there are more of them than rows in a step.
+    """
+    count = process_count()
+    if count > 1 and list(wanted) != ["train"]:
+        raise mark_shared(only_training_is_shared(count))
+    rows = run.recipe.train.rows_per_step
+    if count > rows:
+        what = f"{count} processes cannot share the {rows} row{'s' * (rows > 1)} of a step"
+        hint = f"start at most {rows} (--nproc-per-node), or set train.rows_per_step to a multiple of {count}"
+        raise mark_shared(ConfigError([Problem(what, where="train.rows_per_step", hint=hint)]))
+
+
+def only_training_is_shared(count: int) -> UserError:
+    """The error of a command that is not to be run by several processes, and was."""
+    return UserError(
+        f"this was started as one of {count} processes; `draftsmith train` alone can be",
+        where="environment (WORLD_SIZE)",
+        hint="run this command once, without torchrun (or unset WORLD_SIZE), and then "
+        "`torchrun … -m draftsmith train RECIPE`",
+    )
+
+
+def _together(run: ResolvedRun) -> contextlib.AbstractContextManager[object]:
+    """The other processes of this training, where there are any: what fails from here on, all of them are told."""
+    if process_count() == 1:
+        return contextlib.nullcontext()
+    from draftsmith.train.distributed import join
+
+    return join(run.recipe.train.device, timeout=run.recipe.train.rank_timeout)
 
 
 def stages_of(run: ResolvedRun, stages: Sequence[str] | None, console: Console | None) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from draftsmith.errors import UserError, did_you_mean
-from draftsmith.stages import STAGES
+from draftsmith.stages import STAGES, is_first_rank
 
 if TYPE_CHECKING:
     from draftsmith.api import Command
@@ -95,8 +95,9 @@ def open_registry(
 
 
 def note(text: str) -> None:
-    """A remark on stderr."""
-    print(f"note: {text}", file=sys.stderr)
+    """A remark on stderr; of several processes of a run the first makes it."""
+    if is_first_rank():
+        print(f"note: {text}", file=sys.stderr)
 
 
 def load_run(
@@ -135,6 +136,8 @@ def run_stages(stages: Sequence[str], arguments: argparse.Namespace) -> None:
     """Resolve, then explain or run."""
     run = load_run(arguments.recipe, arguments.overrides, arguments.no_plugin, stages)
     if arguments.explain:
+        if not is_first_rank():
+            return
         from draftsmith.cli.explain import print_explanation
 
         print_explanation(run)

@@ -179,6 +179,11 @@ class TrainConfig:
         default="stop",
         metadata=_help("a corrupt or missing sample stops the run, or is skipped and counted (online: see `missing`)"),
     )
+    rank_timeout: float = field(
+        default=1800.0,
+        validator=gt(0),
+        metadata=_help("seconds that one of several processes waits for the others before it gives up"),
+    )
 
 
 @frozen(kw_only=True)

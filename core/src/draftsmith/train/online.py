@@ -41,6 +41,7 @@ from draftsmith.errors import (
     TransportError,
 )
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, HiddenStateTransport, StateLayout
+from draftsmith.train.distributed import ALONE, Ranks
 from draftsmith.train.rows import Bins, RowLoader, Rows, Waits, never
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class OnlineCapture:
         statistics: the teacher's.
         lasts: what is kept outlives the processes, and stays for good.
         say: takes one line for the user. Called from any thread.
+        check: asked, with the ids that are kept already, whether the window fits.
+        ranks: the first takes the place and clears it, for all; each captures its own rows.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class OnlineCapture:
         lasts: bool,
         say: Callable[[str], None],
         check: Callable[[frozenset[str]], None] = lambda stored: None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.layout, self.transport = layout, transport
         self.keep, self.missing, self.ahead = keep, missing, ahead
@@ -126,7 +130,7 @@ class OnlineCapture:
         self.refused: dict[str, str] = {}
         self._make_pool = pool
         self._pool: CapturePool | None = None
-        self._place, self._lasts = place, lasts
+        self._place, self._lasts, self._ranks = place, lasts, ranks
         self._rows, self._refused_share = rows, refused_share
         self._say, self._check = say, check
         self._token = secrets.token_hex(16)
@@ -135,6 +139,7 @@ class OnlineCapture:
         self._stored: set[str] = set()
         self._streams: list[_Stream] = []
         self._in_flight: set[Future[Answer]] = set()
+        self._unread: set[str] = set()
         self._began = (0.0, 0.0)
         self._lost = 0
 
@@ -148,9 +153,10 @@ class OnlineCapture:
             FingerprintMismatch: it holds other states. DiskSpaceError: it has no room.
             TransportError: it cannot be reached. ServingError: there is nothing that captures.
         """
-        owner = self._place.take()
-        self.transport.claim(self.layout, owner)
-        self._stored = self._find_stored(owner)
+        if self._ranks.first:
+            self._take_place()
+        self._ranks.exchange(None)  # none asks for anything before the place is cleared
+        self._stored = self._find_stored()
         try:
             self._check(frozenset(self._stored))
             self._pool = self._make_pool()
@@ -177,16 +183,21 @@ class OnlineCapture:
             self._tell_recovered()
         self._clear(failed=error is not None)
 
-    def _find_stored(self, owner: str) -> set[str]:
+    def _take_place(self) -> None:
+        """Claim the transport's place, and remove what nobody will read."""
+        owner = self._place.take()
+        self.transport.claim(self.layout, owner)
         if self._place.overwrite and not self._fits():
             self.transport.remove_all()
+            self.transport.claim(self.layout, owner)
+        if not self.keep:
+            self._find_stored()  # others' states are not removed: finding them is an error
+            self.transport.remove_all()  # of a start that was killed: nobody asks for what was published since
+            self.transport.claim(self.layout, owner)
+
+    def _find_stored(self) -> set[str]:
         with self.transport.reader(self.layout) as reader:
-            stored = reader.complete_ids()
-        if self.keep:
-            return set(stored)
-        self.transport.remove_all()  # of a start that was killed: nobody asks for what was published since
-        self.transport.claim(self.layout, owner)
-        return set()
+            return set(reader.complete_ids())
 
     def _fits(self) -> bool:
         try:
@@ -205,6 +216,9 @@ class OnlineCapture:
         if self.keep and (failed or self._lasts):
             return
         try:
+            if not self._ranks.first:
+                self.transport.remove_all(self._unread)
+                return
             self.transport.remove_all()
         except TransportError as error:
             self._say(f"what is left of this run in the transport could not be removed: {error.what}")
@@ -229,6 +243,7 @@ class OnlineCapture:
         with self._lock:
             self.counts.captured += 1
             self._in_flight.add(answer)
+            self._unread.add(sample_id)
         answer.add_done_callback(self._landed)
         return _Ticket(row, sample_id, answer)
 
@@ -255,6 +270,11 @@ class OnlineCapture:
             self._stored.add(ticket.sample_id)
         if self._lost and attempt == 1:  # what was lost at one time is behind us
             self._tell_recovered()
+
+    def deleted(self, sample_id: str) -> None:
+        """A sample is no longer in the transport."""
+        with self._lock:
+            self._unread.discard(sample_id)
 
     def lost(self, ticket: _Ticket, error: SampleError) -> None:
         """A sample is gone or damaged, and is asked for again. One line tells of all that are lost at once."""
@@ -470,7 +490,7 @@ class OnlineStates:
         with contextlib.suppress(TransportError):
             while self._undeleted:
                 self._reader.delete(self._undeleted[-1])
-                self._undeleted.pop()
+                self._capture.deleted(self._undeleted.pop())
 
     def close(self) -> None:
         if self._reader is not None:

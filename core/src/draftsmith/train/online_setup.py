@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from draftsmith.capture.statistics import Statistics
 from draftsmith.errors import DiskSpaceError, FingerprintMismatch
 from draftsmith.interfaces import HiddenStateTransport, StateLayout
 from draftsmith.stages import Stage, write_text_atomically
+from draftsmith.train.distributed import Ranks
 from draftsmith.train.online import OnlineCapture
 
 if TYPE_CHECKING:
@@ -85,12 +88,20 @@ def check_room(
 
 
 def open_capture(
-    run: ResolvedRun, data: PreparedData, statistics: Statistics, say: Callable[[str], None], *, overwrite: bool
+    run: ResolvedRun,
+    data: PreparedData,
+    statistics: Statistics,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    *,
+    overwrite: bool,
 ) -> OnlineCapture:
     """What captures the rows of *run* while it trains. Starts nothing before it is entered.
 
     Args:
         statistics: the teacher's.
+        ranks: those that train; each captures its own rows.
+        say: the first rank's line to the user; the others print theirs to stderr.
         overwrite: states of another capture that are in its place may be removed.
 
     Raises:
@@ -98,6 +109,8 @@ def open_capture(
     """
     online, capture = run.recipe.online, run.recipe.capture
     layout, transport = state_layout(run), run_transport(run)
+    if not ranks.first:
+        say = functools.partial(_say_of_rank, ranks.rank)
     tables = (data.train, data.validation)
 
     def check(stored: frozenset[str]) -> None:
@@ -108,7 +121,7 @@ def open_capture(
                 [length for name, length in zip(each.sample_ids, each.lengths, strict=True) if name not in stored]
                 for each in tables
             ],
-            ahead=online.ahead,
+            ahead=online.ahead * ranks.world,
             keep=online.keep,
             ignore_disk_space=capture.ignore_disk_space,
             where=str(run.folders.states),
@@ -134,7 +147,12 @@ def open_capture(
         lasts=run.transport.guarantees.persistent,
         say=say,
         check=check,
+        ranks=ranks,
     )
+
+
+def _say_of_rank(rank: int, message: str) -> None:
+    print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
 def _whose(run: ResolvedRun) -> str:

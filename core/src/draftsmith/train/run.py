@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from draftsmith import api
+from draftsmith import __version__, api
 from draftsmith.capture.run import capture_settings
 from draftsmith.capture.states import open_states, prepared_record, suspect_capture
 from draftsmith.capture.statistics import StatisticsDamaged
@@ -23,15 +24,17 @@ from draftsmith.checkpoint.training import (
     load_weights_into,
     read_newest,
     restore_random_states,
+    trained_tensors,
 )
 from draftsmith.checkpoint.warm_start import begin_from, checkpoint_digest
 from draftsmith.config.structure import plain
 from draftsmith.data.dataset import PreparedData, open_prepared
 from draftsmith.device import deterministic_algorithms, resolve_dtype, training_device
-from draftsmith.errors import OutputError, SampleError, Stopped
+from draftsmith.errors import ConfigError, OutputError, Problem, SampleError, Stopped, mark_shared
 from draftsmith.observers import Dispatcher, open_observers
-from draftsmith.stages import Stage, StageRecord
-from draftsmith.train.log import MetricsLog
+from draftsmith.stages import Stage, StageRecord, differences, digest
+from draftsmith.train.distributed import ALONE, Ranks, join
+from draftsmith.train.log import MetricsLog, NoLog
 from draftsmith.train.loop import Job, finish, train
 from draftsmith.train.online import OnlineCapture, OnlineRowLoader
 from draftsmith.train.online_setup import open_capture
@@ -53,7 +56,7 @@ __all__ = ["METRICS_LOG", "Training", "prepare_training", "run_train", "train_fi
 METRICS_LOG = "metrics.jsonl"
 
 #: Keys of ``train:`` that change when something is written, or what stops the run, not what is computed.
-_HARMLESS = ("bad_samples", "checkpoint_every", "keep_checkpoints")
+_HARMLESS = ("bad_samples", "checkpoint_every", "keep_checkpoints", "rank_timeout")
 
 
 @frozen(kw_only=True)
@@ -66,6 +69,7 @@ class Training:
         statistics: the teacher's, of the capture, are of this training's dtype, and are read.
         online: what captures while this trains, not opened yet; None: states were captured before.
         fresh: state-dict names of what a warm start leaves freshly initialised.
+        ranks: those that train it.
     """
 
     objective: Objective
@@ -80,6 +84,7 @@ class Training:
     statistics: bool
     online: OnlineCapture | None = None
     fresh: tuple[str, ...] = ()
+    ranks: Ranks = ALONE
 
     @property
     def model(self) -> nn.Module:
@@ -89,36 +94,48 @@ class Training:
 def run_train(run: ResolvedRun, console: Console | None = None, *, overwrite: bool = False) -> StageRecord:
     """Train the draft; resumes where an earlier start was killed or stopped.
 
+    Started by torchrun, the processes train together, and all return the same.
+
     Raises:
         Stopped: SIGTERM or SIGINT; the state is saved (exit code 143 or 130).
         FingerprintMismatch: the folder holds a training from other inputs.
         SampleError, TransportError, ServingError: the rows of the next step cannot be had; the state is saved.
         NumericsError, DiskSpaceError: training cannot go on; checkpoints are as they were.
+        RanksLost: another process has ended.
     """
+    config = run.recipe.train
+    with join(config.device, timeout=config.rank_timeout) as ranks:
+        record = ranks.share(_run_on(ranks, run, console if ranks.first else None, overwrite=overwrite))
+    assert record is not None
+    return record
+
+
+def _run_on(ranks: Ranks, run: ResolvedRun, console: Console | None, *, overwrite: bool) -> StageRecord | None:
+    """:func:`run_train` of one of the *ranks*; all but the first return nothing."""
     stage = Stage("train", run.folders.training)
-    found = stage.compare(train_fingerprint(run), overwrite=overwrite)
+    found = ranks.share(stage.compare(train_fingerprint(run), overwrite=overwrite) if ranks.first else "fresh")
     if found == "complete":
-        record = stage.record()
-        assert record is not None
-        return record
+        return stage.record() if ranks.first else None
 
     def say(message: str) -> None:
         if console is not None:
             console.print(message, markup=False, highlight=False, soft_wrap=True)
 
-    events = _Events(open_observers(run))
+    events = _Events(open_observers(run) if ranks.first else Dispatcher())
     started = time.monotonic()
     outcome: Literal["completed", "stopped", "failed"] = "failed"
+    record: StageRecord | None = None
     try:
         # Signals are noted from here on: one that comes while the weights load stops before the first step.
         with StopRequest() as stop, deterministic_algorithms():
-            training = prepare_training(run, say, overwrite=overwrite)
+            training = prepare_training(run, ranks, say, overwrite=overwrite)
             _describe(run, training, say)
             with training.online or contextlib.nullcontext():
-                if found == "fresh":  # not before: a run that cannot be built takes the place of no other
+                if found == "fresh" and ranks.first:  # not before: a run that cannot be built takes no other's place
                     stage.claim()
                 state, figures = _train(run, training, stop, events, console, say)
-        record = stage.finish(_summary(training, state) | figures)
+        if ranks.first:
+            record = stage.finish(_summary(training, state) | figures)
         outcome = "completed"
     except Stopped:
         outcome = "stopped"
@@ -165,7 +182,11 @@ def _previous(run: ResolvedRun) -> dict[str, Any]:
 
 
 def prepare_training(
-    run: ResolvedRun, say: Callable[[str], None] = lambda message: None, *, overwrite: bool = False
+    run: ResolvedRun,
+    ranks: Ranks = ALONE,
+    say: Callable[[str], None] = lambda message: None,
+    *,
+    overwrite: bool = False,
 ) -> Training:
     """Build everything from the prepared data and the captured states; trains nothing, writes nothing.
 
@@ -203,7 +224,7 @@ def prepare_training(
         out_of_vocabulary=config.out_of_vocabulary,
         compute_dtype=compute_dtype,
     )
-    source = _source(run, data, objective.teacher, say, overwrite=overwrite)
+    source = _source(run, data, objective.teacher, ranks, say, overwrite=overwrite)
     rows = plan_rows(data.train, config.tokens_per_row, source.refused)
     check_plan(rows)
     return Training(
@@ -219,6 +240,7 @@ def prepare_training(
         statistics=source.statistics,
         online=source.online,
         fresh=tuple(fresh),
+        ranks=ranks,
     )
 
 
@@ -236,19 +258,27 @@ def _train(
     say: Callable[[str], None],
 ) -> tuple[TrainingState, dict[str, Any]]:
     """The state at the end, and what the stage's summary tells beside it."""
-    found = read_newest(run.folders.training, say)
+    ranks = training.ranks
+    _check_same_run(run, training)
+    if ranks.world > 1:
+        stop.share()
+        torch.manual_seed(derived_seed(run.recipe.train.seed, "rank", ranks.rank))
     environment = _environment(training)
     state = TrainingState(step=0)
+    found = _newest(run, training, say)
     if found is not None:
         state = _restore(training, found)
         say(f"going on after step {state.step} of {training.order.total_steps} ({found.path.name})")
         for line in _changes(state.environment, environment):
             say(f"note: {line}; the weights will not be bit-identical to those of an uninterrupted run")
-    elif run.recipe.train.warm_start is not None:
-        fresh = f"; fresh are {', '.join(training.fresh)}" if training.fresh else ""
-        say(f"training begins from the weights in {_warm_start(run)}{fresh}")
-    with MetricsLog(run.folders.training / METRICS_LOG, keep=state.log_bytes) as log:
-        online = training.online
+    else:
+        if run.recipe.train.warm_start is not None:
+            fresh = f"; fresh are {', '.join(training.fresh)}" if training.fresh else ""
+            say(f"training begins from the weights in {_warm_start(run)}{fresh}")
+        if ranks.world > 1:  # another processor may have drawn other weights from the same seed
+            load_weights_into(training.model, ranks.share_tensors(trained_tensors(training.model)))
+    path, online = run.folders.training / METRICS_LOG, training.online
+    with MetricsLog(path, keep=state.log_bytes) if ranks.first else NoLog() as log:
         job = Job(
             config=run.recipe.train,
             objective=training.objective,
@@ -265,6 +295,7 @@ def _train(
             environment=environment,
             console=console,
             warn=say,
+            ranks=ranks,
         )
         if online is not None:
             online.begin()
@@ -282,12 +313,54 @@ def _train(
         )
         training.model.train()
         state = train(job, state, saved=state.step if found is not None else -1)
-        figures = finish(job, state)
+        figures = ranks.share(finish(job, state) if ranks.first else {})
         summary: dict[str, Any] = {"finish": figures} if figures else {}
         if online is not None:
             summary["online"] = online.summary(job.waits)
             say(online.verdict(job.waits))
         return state, summary
+
+
+def _check_same_run(run: ResolvedRun, training: Training) -> None:
+    """Whether all ranks were started with the same recipe, data and versions: they would wait for each other forever.
+
+    Raises:
+        ConfigError: they were not; it says what differs.
+    """
+    recipe = run.resolved_recipe()
+    mine = {
+        "versions": {"draftsmith": __version__, "torch": torch.__version__},
+        **{name: recipe[name] for name in ("verifier", "algorithm", "architecture", "loss", "mask", "train")},
+        "rows": digest([training.rows.bins, training.validation_rows.bins]),
+    }
+    first, *others = training.ranks.exchange(json.loads(json.dumps(mine, default=str)))
+    for rank, other in enumerate(others, start=1):
+        lines = differences(first, other)
+        if lines:
+            hint = "start all of them with the same command, the same packages and the same prepared data"
+            raise mark_shared(ConfigError([Problem(f"rank 0 → rank {rank}: {line}", hint=hint) for line in lines]))
+
+
+def _newest(run: ResolvedRun, training: Training, say: Callable[[str], None]) -> TrainingCheckpoint | None:
+    """The checkpoint to go on from: the newest whole one that the first rank finds, on every rank.
+
+    Raises:
+        CheckpointError: there are some, and all are damaged.
+    """
+    ranks = training.ranks
+    found = read_newest(run.folders.training, say) if ranks.first else None
+    if ranks.world == 1:
+        return found
+    about = ranks.share(None if found is None else (found.path, found.state))
+    if about is None:
+        return None
+    path, state = about
+    return TrainingCheckpoint(
+        path=path,
+        state=state,
+        model=ranks.share_tensors(found.model if found else None),
+        optimizer=ranks.share_tensors(found.optimizer if found else None),
+    )
 
 
 class _Events:
@@ -308,7 +381,7 @@ class _Events:
 def _restore(training: Training, found: TrainingCheckpoint) -> TrainingState:
     load_weights_into(training.model, found.model)
     training.optimizers.load_state_tensors(found.optimizer)
-    restore_random_states(found.state.random_states)
+    restore_random_states(found.state.random_states, training.ranks.rank)
     return found.state
 
 
@@ -329,7 +402,13 @@ class _Source:
 
 
 def _source(
-    run: ResolvedRun, data: PreparedData, teacher: Teacher, say: Callable[[str], None], *, overwrite: bool
+    run: ResolvedRun,
+    data: PreparedData,
+    teacher: Teacher,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    *,
+    overwrite: bool,
 ) -> _Source:
     config, online = run.recipe.train, run.recipe.online
     settings: dict[str, Any] = {
@@ -338,7 +417,7 @@ def _source(
         "bad_samples": config.bad_samples,
     }
     if run.recipe.captures_online:
-        capture = open_capture(run, data, teacher.statistics, say, overwrite=overwrite)
+        capture = open_capture(run, data, teacher.statistics, ranks, say, overwrite=overwrite)
         if online.missing != "regenerate":
             settings["bad_samples"] = online.missing
 
@@ -369,6 +448,7 @@ def _describe(run: ResolvedRun, training: Training, say: Callable[[str], None]) 
         f"{len(rows.bins)} rows of {rows.capacity} tokens, {rows.fill:.1%} full; "
         f"{len(training.validation_rows.bins)} for validation; {training.order.total_steps} steps on "
         f"{training.device} in {str(objective.compute_dtype).removeprefix('torch.')}"
+        + (f", by {training.ranks.world} processes" if training.ranks.world > 1 else "")
     )
     if not training.statistics:
         say(
@@ -392,6 +472,7 @@ def _environment(training: Training) -> dict[str, str]:
         "compute dtype": str(training.objective.compute_dtype),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
+        "processes": str(training.ranks.world),
     }
 
 
