@@ -374,6 +374,24 @@ def test_a_signal_that_comes_while_the_trainer_waits_stops_it_at_once(offline, m
     same_as_offline(offline, run)
 
 
+def test_each_rank_captures_its_own_rows(offline, make, tmp_path):
+    """Two ranks online end in the bits of two ranks offline; no sample is captured by both."""
+    run, whole = make(), tmp_path / "offline"
+    shutil.copytree(offline.parent / "run" / "prepared", whole / "prepared")
+    shutil.copytree(offline.parent / "run" / "states", whole / "states")
+    for sets in ([f"output={run.folders.output}", *ONLINE], [f"output={whole}"]):
+        words = [word for each in sets for word in ("--set", each)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*launcher, "-m", "draftsmith", "train", str(offline), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, (done.stdout, done.stderr)
+    assert_same_training(whole / "training", run.folders.training)
+    assert not left(run)
+    record = json.loads((run.folders.training / "stage.json").read_text())
+    rows = rows_of(run)
+    assert record["summary"]["online"]["captured"] < 2 * len(rows)
+
+
 # --- what stands in the way -----------------------------------------------------------------------------------------
 
 
