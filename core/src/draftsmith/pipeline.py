@@ -45,6 +45,7 @@ _FOLDERS: Mapping[str, str] = {
 }
 #: Stages that use the prepared data for this algorithm.
 _TRAINED_ON = ("capture", "train")
+_NO_STAGE = "capture: no stage of this run; training captures while it goes on (capture.mode: online)"
 #: Prints the closing table of a verification.
 _VERIFICATION = "draftsmith.serving.verify:print_verification"
 
@@ -175,7 +176,7 @@ def stages_of(run: ResolvedRun, stages: Sequence[str] | None, console: Console |
             ]
         )
     if console is not None:
-        console.print("capture: no stage of this run; training captures while it goes on (capture.mode: online)")
+        console.print(_NO_STAGE, markup=False, highlight=False, soft_wrap=True)
     return [name for name in wanted if name != "capture"]
 
 
