@@ -19,6 +19,7 @@ __all__ = [
     "DiskSpaceError",
     "DraftsmithError",
     "EndpointFailed",
+    "EndpointMismatch",
     "FingerprintMismatch",
     "NumericsError",
     "OutputError",
@@ -212,6 +213,10 @@ class EndpointFailed(ServingError):
     def __init__(self, what: str, *, endpoint: str, hint: str | None = None) -> None:
         self.endpoint = endpoint
         super().__init__(what, where=endpoint, hint=hint)
+
+
+class EndpointMismatch(UserError):
+    """A capture endpoint works, and would capture something else than this run needs; says what differs."""
 
 
 class TransportError(DraftsmithError):
