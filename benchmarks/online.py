@@ -1,12 +1,13 @@
 """What publishing states adds to vLLM's prefill, over HTTP: one JSON line a case.
 
-    python benchmarks/online.py --verifier models/SmolLM2-135M-Instruct [--transport hs_file] [--rows 32] [--tokens 256]
+    python benchmarks/online.py --verifier models/SmolLM2-135M-Instruct [--transport hs_file] [--tokens 256]
 
 Three cases, with the same rows in turn, `--repeat` times after a first pass: `plain` is a vLLM server without any
 extraction, `extract` the server of `draftsmith capture serve` asked for no capture, `publish` the same server asked to
-capture, which answers when the states are committed in the transport. `--options` are the transport's, as JSON, such as
-'{"master": "127.0.0.1:50051"}'. Of each case: median over the repeats of a row's latency and of the tokens per second;
-`added` compares with `extract` repeat by repeat (median), `added_to_plain` with `plain`.
+capture, which answers when the states are committed in the transport. `--options` are the transport's, as JSON.
+
+Of each case: median over the repeats of a row's latency and of the tokens per second; `added` compares with `extract`
+repeat by repeat (median), `added_to_plain` with `plain`.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def main() -> None:
                 "output": str(folder / "out"),
                 "transport": {"name": arguments.transport, "options": arguments.options},
                 "data": {"sources": ["none.jsonl"], "max_length": arguments.tokens},
-                "capture": {"dtype": arguments.dtype},
+                "capture": {"mode": "online", "dtype": arguments.dtype},
             }
         )
     )

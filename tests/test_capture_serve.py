@@ -28,7 +28,7 @@ from draftsmith.capture.endpoints import CapturePool, EndpointFailed, Expected, 
 from draftsmith.capture.engines import CaptureSetup, Request
 from draftsmith.capture.engines.messages import capture_parameters, token_digest
 from draftsmith.capture.engines.vllm import VllmEngine
-from draftsmith.capture.server.command import online_layout
+from draftsmith.capture.states import state_layout
 from draftsmith.cli.common import load_run
 from draftsmith.errors import EndpointMismatch, ServingError
 from draftsmith.testing.verifiers import make_tiny_verifier
@@ -102,7 +102,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_text(
         f"verifier: {verifier}\nalgorithm: eagle3\noutput: {folder / 'out'}\ntransport: hs_file\n"
         f"data: {{sources: [elsewhere.jsonl], max_length: {LONGEST}}}\n"
-        "capture: {dtype: float32, store_dtype: float32, batch_tokens: 128}\n"
+        "capture: {mode: online, dtype: float32, store_dtype: float32, batch_tokens: 128}\n"
     )
     return path
 
@@ -128,7 +128,7 @@ def transport(run):
 
 @pytest.fixture(scope="module")
 def layout(run):
-    return online_layout(run)
+    return state_layout(run)
 
 
 @pytest.fixture(scope="module")

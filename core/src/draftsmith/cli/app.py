@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from draftsmith import __version__
 from draftsmith.cli import common
 from draftsmith.cli.signals import clean_end
-from draftsmith.errors import UnknownNameError
+from draftsmith.errors import UnknownNameError, mark_shared
+from draftsmith.stages import process_count
 
 __all__ = ["COMMANDS", "dispatch"]
 
@@ -61,7 +62,15 @@ def _split(given: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(given[:index]), list(given[index:])
 
 
+#: Commands that torchrun may start.
+_SHARED = ("train",)
+
+
 def _run(name: str, arguments: Sequence[str]) -> int:
+    if name not in _SHARED and process_count() > 1:
+        from draftsmith.pipeline import only_training_is_shared
+
+        raise mark_shared(only_training_is_shared(process_count()))
     if arguments and f"{name} {arguments[0]}" in COMMANDS:  # a recipe of that name is ./NAME
         name, arguments = f"{name} {arguments[0]}", arguments[1:]
     if name in COMMANDS:

@@ -64,7 +64,7 @@ class Expected:
             verifier=verifier,
             layout=layout,
             implementation=f"{kind.__module__}:{kind.__qualname__}",
-            place=transport.place(),
+            place=transport.place_name(),
             longest=longest,
         )
 
