@@ -660,3 +660,8 @@ def test_sample_tensors_on_any_layout_are_copied_out(transport: FileTransport) -
         writer.put(grad)
     with transport.reader(LAYOUT) as reader:
         assert_same(reader.get(sample.sample_id), sample)
+
+
+def test_the_places_name_is_the_folder_that_both_sides_see(tmp_path) -> None:
+    assert FileTransport(FileOptions(), tmp_path / "run").place_name() == str(tmp_path / "run")
+    assert FileTransport(FileOptions(folder="/scratch/states"), tmp_path).place_name() == "/scratch/states"
