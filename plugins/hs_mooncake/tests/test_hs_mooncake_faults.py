@@ -94,7 +94,7 @@ client.put([key], [Region.of_bytes(bytearray(1000))])
 
 
 def kill_while_it_puts(store: TestedStore, process: subprocess.Popen[bytes], go: Path, size: int) -> None:
-    """Let *process* begin, and kill it while it waits for a memory owner that hangs, once it has *size* bytes of it."""
+    """Let *process* begin, and kill it while it waits for an owner that hangs, once it has *size* bytes of its memory."""
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     owner, before = store.now.owner_process["pid"], store.usage().used
@@ -108,6 +108,7 @@ def kill_while_it_puts(store: TestedStore, process: subprocess.Popen[bytes], go:
         os.kill(owner, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_producer_killed_in_the_middle_of_a_put(
     mooncake_store: TestedStore, transport: MooncakeTransport, tmp_path: Path
 ) -> None:
@@ -198,6 +199,7 @@ def test_a_put_waits_for_room(mooncake_store: TestedStore, transport: MooncakeTr
         assert_same(reader.get(f"{7:032x}"), sample(7, 48))
 
 
+@pytest.mark.slow
 def test_many_writers_of_parts_do_not_block_each_other(
     mooncake_store: TestedStore, transport: MooncakeTransport
 ) -> None:
@@ -266,6 +268,7 @@ def test_the_master_is_killed(own_store: TestedStore, tmp_path: Path) -> None:
     assert own_store.all_keys() == []
 
 
+@pytest.mark.slow
 def test_the_master_hangs_for_a_while(own_store: TestedStore, tmp_path: Path) -> None:
     transport = MooncakeTransport(own_store.options(patience=60.0), tmp_path / "run")
     with transport.writer(LAYOUT) as writer, transport.reader(LAYOUT) as reader, ThreadPoolExecutor() as pool:
@@ -289,6 +292,7 @@ def test_the_master_hangs_for_a_while(own_store: TestedStore, tmp_path: Path) ->
     wait_until(lambda: own_store.all_keys() == [], "no key stays")
 
 
+@pytest.mark.slow
 def test_the_master_hangs_for_longer_than_the_patience(own_store: TestedStore, tmp_path: Path) -> None:
     transport = MooncakeTransport(own_store.options(patience=2.0), tmp_path / "run")
     with transport.writer(LAYOUT) as writer, transport.reader(LAYOUT) as reader:
@@ -321,6 +325,7 @@ with transport.writer(layout) as writer, transport.reader(layout) as reader:
 """
 
 
+@pytest.mark.slow
 def test_a_read_is_never_a_mixture(transport: MooncakeTransport) -> None:
     """One id is removed and put anew with other states, while it is read: one sample or the other, or an error."""
     versions = [sample(number, 24) for number in (1, 2)]
