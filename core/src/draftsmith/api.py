@@ -347,7 +347,8 @@ class Observer(Item):
 
 @frozen(kw_only=True)
 class Command(Item):
-    """A further command of the command line. ``implementation`` is a function that typer can wrap."""
+    """A further command of the command line. ``implementation`` is a function that typer can wrap, or a
+    ``typer.Typer`` with commands: ``draftsmith NAME COMMAND …``."""
 
     implementation: str = field(validator=_is_reference)
 
