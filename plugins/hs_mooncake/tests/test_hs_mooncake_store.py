@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from draftsmith.capture.address import TransportAddress
 from draftsmith.cli import main
@@ -128,6 +130,12 @@ def test_the_store_must_be_installed_once(
         installed.installed_build()
     for extra in ("cpu", "cuda12", "cuda13"):
         assert f'pip install "draftsmith-hs-mooncake[{extra}]"' in str(caught.value.hint)
+
+
+def test_the_extras_are_the_builds() -> None:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert {extra: Requirement(only).name for extra, (only,) in extras.items()} == installed.BUILDS
 
 
 def test_a_record_is_known_by_its_checksum_and_its_name() -> None:
