@@ -33,6 +33,8 @@ _FIRST_SECONDS = 5.0
 _QUARANTINE_SECONDS = 120.0
 #: The share of the store that one process fills with samples that are not committed yet.
 _IN_FLIGHT = 0.8
+#: A key that is never there.
+_PROBE = "hs1"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 
 
@@ -138,15 +140,20 @@ class StoreClient:
         store = module.MooncakeDistributedStore()
         protocol, device = self.address.protocol, self.address.device
         code = store.setup(host, "P2PHANDSHAKE", 0, 0, protocol, device, self.address.master)
-        if code != 0:
-            name, version = installed_build()
-            raise StoreUnreachable(
-                f"something answers there, and refuses this client ({name} {version}, {protocol}; code {code}): "
-                "no Mooncake master, one of another version, or one that hangs",
-                where=self.address.master,
-                hint="install one version of the store on all hosts; `mooncake_master --version` says which runs",
-            )
+        # A master of another version lets the client set up and says that all is well: it then fails every other call.
+        known = code == 0 and store.batch_is_exist([_PROBE])[0] >= 0
+        if not known:
+            other = code == 0 and store.health_check() == 0
+            raise self._refused("a Mooncake master of another version" if other else "no Mooncake master, or it hangs")
         return store
+
+    def _refused(self, what: str) -> StoreUnreachable:
+        name, version = installed_build()
+        return StoreUnreachable(
+            f"what answers there refuses this client ({name} {version}, by {self.address.protocol}): it is {what}",
+            where=self.address.master,
+            hint="install one version of the store on all hosts; `mooncake_master --version` says which runs",
+        )
 
     def _reach_master(self) -> str:
         """The address of this host as the master sees it; the store's own way to find no master takes much longer."""
