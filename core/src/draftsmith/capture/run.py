@@ -38,7 +38,14 @@ if TYPE_CHECKING:
 
     from draftsmith.config.resolve import ResolvedRun
 
-__all__ = ["capture_fingerprint", "make_engine", "run_capture"]
+__all__ = [
+    "capture_fingerprint",
+    "capture_settings",
+    "capture_setup",
+    "dtype_of_verifier",
+    "make_engine",
+    "run_capture",
+]
 
 #: Rows whose tokens are read and sent to an engine at a time, so that a long capture does not hold them all.
 _WAVE_ROWS = 4096
@@ -48,7 +55,8 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
     """Capture the verifier's hidden states of all prepared rows, or find them captured. Goes on where it was killed.
 
     Raises:
-        VerifierError: a verifier that cannot be captured. DiskSpaceError: the states will not fit, or did not.
+        ConfigError: states are captured while training. VerifierError: a verifier that cannot be captured.
+        DiskSpaceError: the states will not fit, or did not.
         FingerprintMismatch: the folder holds states of other inputs.
         NumericsError: the states of more rows than ``capture.refused_share`` allows, or of all, are not finite. What
             is stored stays: a start that allows more goes on from there.
@@ -100,16 +108,31 @@ def capture_fingerprint(run: ResolvedRun) -> dict[str, Any]:
     Raises:
         OutputError: there is no complete prepared data.
     """
-    prepared = prepared_record(run)
-    capture = run.recipe.capture
+    options = cattrs.unstructure(run.transport_options)
     return {
-        "previous": prepared.digest,
+        "previous": prepared_record(run).digest,
+        **capture_settings(run),
+        "transport": {"name": run.transport.name, "options": options},
+    }
+
+
+def capture_settings(run: ResolvedRun) -> dict[str, Any]:
+    """What decides the values of the states of a given row.
+
+    Where they are stored does not, and may change between two starts of a training that captures for itself: other
+    hosts, another store. Of the transport's options only those count that make it lose something.
+    """
+    capture, online = run.recipe.capture, run.recipe.online
+    options = cattrs.unstructure(run.transport_options)
+    defaults = {each.name: each.default for each in attrs.fields(type(run.transport_options))}
+    lossy = {name: options[name] for name in run.transport.lossy if options[name] != defaults[name]}
+    return {
         "verifier": run.verifier.fingerprint,
         "layer_ids": run.requirements.ids(run.verifier.num_layers),
-        "engine": capture.engine,
+        "engine": "vllm" if run.recipe.captures_online and online.endpoints else capture.engine,
         "compute_dtype": capture.dtype,
         "dtype": capture.store_dtype,
-        "transport": {"name": run.transport.name, "options": cattrs.unstructure(run.transport_options)},
+        **({"transport": lossy} if lossy else {}),
     }
 
 
@@ -122,7 +145,21 @@ def make_engine(
     longest: int,
 ) -> CaptureEngine:
     """The engine called *name*; loads nothing before it is entered."""
-    setup = CaptureSetup(
+    setup = capture_setup(run, layout, longest=longest)
+    if name == "vllm":
+        from draftsmith.capture.engines.vllm import VllmEngine
+
+        setup = attrs.evolve(setup, dtype=dtype_of_verifier(setup))
+        address = TransportAddress.of(run.transport, run.transport_options, run.folders.states / SAMPLES, layout)
+        return VllmEngine(setup, address)
+    from draftsmith.capture.engines.transformers import TransformersEngine
+
+    return TransformersEngine(setup, lambda: transport.writer(layout))
+
+
+def capture_setup(run: ResolvedRun, layout: StateLayout, *, longest: int) -> CaptureSetup:
+    """What an engine of *run* is built from; the longest row has *longest* tokens."""
+    return CaptureSetup(
         verifier=run.verifier,
         layout=layout,
         dtype=run.recipe.capture.dtype,
@@ -131,18 +168,9 @@ def make_engine(
         work_folder=run.folders.states / WORK,
         trust_remote_code=run.recipe.trust_remote_code,
     )
-    if name == "vllm":
-        from draftsmith.capture.engines.vllm import VllmEngine
-
-        setup = attrs.evolve(setup, dtype=_dtype_of_verifier(setup))
-        address = TransportAddress.of(run.transport, run.transport_options, run.folders.states / SAMPLES, layout)
-        return VllmEngine(setup, address)
-    from draftsmith.capture.engines.transformers import TransformersEngine
-
-    return TransformersEngine(setup, lambda: transport.writer(layout))
 
 
-def _dtype_of_verifier(setup: CaptureSetup) -> str:
+def dtype_of_verifier(setup: CaptureSetup) -> str:
     """``auto`` resolved as the other engine resolves it, so that both compute alike."""
     from draftsmith.capture.engines.transformers import own_dtype, verifier_dtype
     from draftsmith.device import resolve_device

@@ -6,12 +6,12 @@ import argparse
 import functools
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from draftsmith.errors import UserError, did_you_mean
-from draftsmith.stages import STAGES
+from draftsmith.stages import STAGES, is_first_rank
 
 if TYPE_CHECKING:
     from draftsmith.api import Command
@@ -22,6 +22,7 @@ __all__ = [
     "Parser",
     "Raw",
     "add_plugin_options",
+    "add_recipe_options",
     "add_run_options",
     "disabled",
     "load_run",
@@ -67,7 +68,7 @@ def add_plugin_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     """What every command that takes a recipe has."""
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help="YAML file that describes the run")
     parser.add_argument(
@@ -78,11 +79,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override a value, such as train.epochs=5 (repeatable)",
     )
+    add_plugin_options(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that runs stages of a recipe has."""
+    add_recipe_options(parser)
     parser.add_argument(
         "--overwrite", action="store_true", help="make stages anew whose stored output was made from other inputs"
     )
     parser.add_argument("--explain", action="store_true", help="print every value and where it came from, and stop")
-    add_plugin_options(parser)
 
 
 def open_registry(
@@ -95,8 +101,9 @@ def open_registry(
 
 
 def note(text: str) -> None:
-    """A remark on stderr."""
-    print(f"note: {text}", file=sys.stderr)
+    """A remark on stderr; of several processes of a run the first makes it."""
+    if is_first_rank():
+        print(f"note: {text}", file=sys.stderr)
 
 
 def load_run(
@@ -135,6 +142,8 @@ def run_stages(stages: Sequence[str], arguments: argparse.Namespace) -> None:
     """Resolve, then explain or run."""
     run = load_run(arguments.recipe, arguments.overrides, arguments.no_plugin, stages)
     if arguments.explain:
+        if not is_first_rank():
+            return
         from draftsmith.cli.explain import print_explanation
 
         print_explanation(run)
@@ -155,21 +164,33 @@ def plugin_commands() -> tuple[Command, ...]:
 
 
 def run_plugin_command(item: Command, arguments: Sequence[str]) -> None:
-    """Wrap a plugin's function with typer, and call it."""
+    """Wrap a plugin's function with typer, or take its group of them, and call it."""
     import typer
 
-    from draftsmith.cli.signals import clean_end
     from draftsmith.plugins import load_reference
 
-    function = load_reference(item.implementation)
+    implementation = load_reference(item.implementation)
     gc.enable()
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    if isinstance(implementation, typer.Typer):
+        app.info.no_args_is_help = True
+        app.callback(help=item.summary)(lambda: None)  # with it, a single command stays a command of a group
+        for each in implementation.registered_commands:
+            if each.callback is not None:
+                app.command(each.name, help=each.help or each.callback.__doc__)(_guarded(each.callback))
+    else:
+        app.command(item.name, help=implementation.__doc__ or item.summary)(_guarded(implementation))
+    app(args=list(arguments), prog_name=f"draftsmith {item.name}")
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """*function* with signals handled inside of typer, which would turn one into an exit of its own. What is kept,
+    the plugin knows."""
+    from draftsmith.cli.signals import clean_end
 
     @functools.wraps(function)
     def guarded(*positional: Any, **named: Any) -> Any:
-        # Inside of typer, which would turn a signal into an exit of its own. What is kept, the plugin knows.
         with clean_end():
             return function(*positional, **named)
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(item.name, help=function.__doc__ or item.summary)(guarded)
-    app(args=list(arguments), prog_name=f"draftsmith {item.name}")
+    return guarded
