@@ -19,6 +19,7 @@ def draftsmith_transports() -> Sequence[api.Transport]:
             summary="hidden states in the memory of a Mooncake store, on one host or many; no disk",
             implementation="draftsmith_hs_mooncake.transport:MooncakeTransport",
             options=MooncakeOptions,
+            lossy=("encoding",),
             guarantees=api.TransportGuarantees(persistent=False, random_access=True, concurrent_writers=True),
         )
     ]
