@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, field, fields, frozen
 
 from draftsmith.errors import Problem
 
@@ -161,6 +161,11 @@ class Transport(Item):
     options: type
     guarantees: TransportGuarantees
     lossy: Sequence[str] = ()
+
+    def __attrs_post_init__(self) -> None:
+        unknown = set(self.lossy) - {each.name for each in fields(self.options)}
+        if unknown:
+            raise ValueError(f"lossy names options that {self.name!r} does not have: {', '.join(sorted(unknown))}")
 
 
 @frozen(kw_only=True)
