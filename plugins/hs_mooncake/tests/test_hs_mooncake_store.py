@@ -25,7 +25,7 @@ from draftsmith.cli import main
 from draftsmith.errors import ConfigError, OutputError, UserError
 from draftsmith.interfaces import HiddenStateTransport
 from draftsmith.testing.transport import make_layout, make_sample
-from draftsmith_hs_mooncake import installed, state, wire
+from draftsmith_hs_mooncake import buffers, installed, state, wire
 from draftsmith_hs_mooncake.buffers import empty
 from draftsmith_hs_mooncake.errors import StoreUnreachable
 from draftsmith_hs_mooncake.host import to_bytes
@@ -207,6 +207,7 @@ def test_the_estimate_covers_what_the_store_uses(mooncake_store: TestedStore, tr
 
 
 def test_the_memory_of_a_sample_is_used_again_when_nothing_refers_to_it() -> None:
+    buffers._spare.clear()  # of tests before
     first = empty((4, 1 << 20), torch.bfloat16)
     place, part = first.data_ptr(), first[1]
     del first
