@@ -416,3 +416,73 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_starts(recip
     assert run_of(recipe).capture_engine == "transformers"
     (problem,) = problems_of(recipe, "capture.engine=vllm")
     assert problem.startswith("--set: capture.engine: vLLM is not installed")
+
+
+# --- capture while training -----------------------------------------------------------------------------------------
+
+ONLINE = "capture.mode=online"
+
+
+def test_a_transport_that_forgets_is_for_online_training_alone(recipe):
+    (problem,) = problems_of(recipe, "transport=stream")
+    assert "does not keep its samples" in problem
+    assert "capture.mode: online" in problem
+    assert run_of(recipe, "transport=stream", ONLINE).transport.name == "stream"
+    (problem,) = problems_of(recipe, "transport=stream", ONLINE, "online.keep=true")
+    assert problem.startswith("--set")
+    assert "'stream' gives a sample only once" in problem
+    assert run_of(recipe, "transport=shelf", ONLINE, "online.keep=true").recipe.online.keep
+
+
+def test_online_one_of_several_transports_must_be_chosen(recipe):
+    (problem,) = problems_of(recipe, ONLINE)
+    assert "several hidden-state transports are installed: shelf, stream" in problem
+
+
+@pytest.mark.parametrize(
+    ("urls", "what"),
+    [
+        ("[gpu1:8000]", "begins with neither http:// nor https://"),
+        ("['http://']", "names no host"),
+        ("['http://gpu1:port']", "Port could not be cast"),
+        ("['http://gpu1:0']", "port 0 cannot be reached"),
+        ("['http://gpu1:8000/?a=b']", "more than a host, a port and a path"),
+        ("['http://gpu1:8000', 'http://GPU1:8000/']", "is named twice"),
+    ],
+)
+def test_endpoints_are_addresses_and_named_once(recipe, urls, what):
+    (problem,) = problems_of(recipe, "transport=shelf", ONLINE, f"online.endpoints={urls}")
+    assert what in problem
+    assert problem.startswith("--set: online.endpoints.")
+
+
+def test_all_that_is_wrong_with_endpoints_is_told_at_once(recipe):
+    found = problems_of(recipe, ONLINE, "transport=shelf", "online.endpoints=[a, b]", "online.ahead=0")
+    assert len(found) == 3
+
+
+def test_endpoints_capture_in_place_of_an_engine_of_this_machine(recipe, monkeypatch):
+    from draftsmith.capture import engines
+
+    monkeypatch.setattr(engines, "vllm_problem", lambda: "vLLM is not installed")
+    wanted = ("transport=shelf", ONLINE, "capture.engine=vllm")
+    (problem,) = problems_of(recipe, *wanted)
+    assert "vLLM is not installed" in problem
+    assert run_of(recipe, *wanted, "online.endpoints=['http://gpu1:8000']").recipe.online.endpoints
+    loaded = load_recipe(recipe, wanted, strict=False)
+    assert resolve(loaded, load_plugins(), ["export"]).transport.name == "shelf"
+
+
+def test_what_has_no_effect_is_noted(recipe):
+    assert not [note for note in run_of(recipe).notes if "online" in note]
+    (note,) = run_of(recipe, "online.ahead=8", "online.endpoints=['http://a']").notes
+    assert note == "without capture.mode: online, nothing comes of online.endpoints, online.ahead"
+    (note,) = run_of(recipe, ONLINE, "transport=shelf", "online.ahead=8").notes
+    assert "no more than 8 samples are ever asked for" in note
+
+
+def test_online_keys_are_explained(recipe, capsys):
+    assert main(["run", str(recipe), "--explain", "--set", ONLINE, "--set", "transport=shelf"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["online.ahead", "64"] and line.endswith("default") for line in lines)
+    assert any(line.split()[:2] == ["capture.mode", "online"] and line.endswith("--set") for line in lines)

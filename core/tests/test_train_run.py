@@ -146,8 +146,8 @@ def test_without_validation_rows_the_last_is_the_best(run, monkeypatch):
 
     whole = module.prepare_training
 
-    def without(resolved):
-        training = whole(resolved)
+    def without(*arguments, **named):
+        training = whole(*arguments, **named)
         return attrs.evolve(training, validation_rows=attrs.evolve(training.validation_rows, bins=()))
 
     monkeypatch.setattr(module, "prepare_training", without)

@@ -151,11 +151,16 @@ class TransportGuarantees:
 
 @frozen(kw_only=True)
 class Transport(Item):
-    """A hidden-state transport. ``implementation`` is an ``interfaces.HiddenStateTransport`` subclass."""
+    """A hidden-state transport. ``implementation`` is an ``interfaces.HiddenStateTransport`` subclass.
+
+    ``lossy`` names the options that decide the values that readers get, such as a narrower encoding: with others a
+    training is another one. All else may differ between two starts of a training that captures for itself.
+    """
 
     implementation: str = field(validator=_is_reference)
     options: type
     guarantees: TransportGuarantees
+    lossy: Sequence[str] = ()
 
 
 @frozen(kw_only=True)
@@ -347,7 +352,8 @@ class Observer(Item):
 
 @frozen(kw_only=True)
 class Command(Item):
-    """A further command of the command line. ``implementation`` is a function that typer can wrap."""
+    """A further command of the command line. ``implementation`` is a function that typer can wrap, or a
+    ``typer.Typer`` with commands: ``draftsmith NAME COMMAND …``."""
 
     implementation: str = field(validator=_is_reference)
 

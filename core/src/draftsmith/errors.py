@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 __all__ = [
     "CheckpointError",
@@ -18,16 +19,19 @@ __all__ = [
     "DataError",
     "DiskSpaceError",
     "DraftsmithError",
+    "EndpointFailed",
     "FingerprintMismatch",
     "NumericsError",
     "OutputError",
     "PluginConflictError",
     "PluginError",
     "Problem",
+    "RanksLost",
     "SampleCorrupt",
     "SampleError",
     "SampleIncomplete",
     "SampleMissing",
+    "SampleRefused",
     "ServingError",
     "Stopped",
     "TransportError",
@@ -35,7 +39,11 @@ __all__ = [
     "UserError",
     "VerifierError",
     "did_you_mean",
+    "is_shared",
+    "mark_shared",
 ]
+
+Raised = TypeVar("Raised", bound=BaseException)
 
 
 class Problem:
@@ -197,8 +205,24 @@ class Stopped(DraftsmithError):
         self.exit_code = 128 + number
 
 
+class RanksLost(DraftsmithError):
+    """Of several processes that train together one has ended without a word, or does not answer."""
+
+
 class ServingError(DraftsmithError):
     """vLLM is not installed, cannot serve this checkpoint, or answered what it should not."""
+
+
+class EndpointFailed(ServingError):
+    """A capture endpoint could not be reached, died, or did not answer in time: another one, or a later try, may do.
+
+    Args:
+        endpoint: its name.
+    """
+
+    def __init__(self, what: str, *, endpoint: str, hint: str | None = None) -> None:
+        self.endpoint = endpoint
+        super().__init__(what, where=endpoint, hint=hint)
 
 
 class TransportError(DraftsmithError):
@@ -225,9 +249,24 @@ class SampleCorrupt(SampleError):
     """The sample is complete and wrong: length, shape, dtype, checksum, or values that are not finite."""
 
 
+class SampleRefused(SampleError):
+    """The verifier's states of this row are not finite, so that there are none: the row is left out of training."""
+
+
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str | None:
     """Return ``did you mean 'a' or 'b'?`` for the names of *known* nearest to *name*, or None."""
     near = difflib.get_close_matches(name, sorted(known), n=limit, cutoff=0.6)
     if not near:
         return None
     return f"did you mean {' or '.join(repr(each) for each in near)}?"
+
+
+def mark_shared(error: Raised) -> Raised:
+    """*error*, marked as raised by every process of a run: the first of them tells the user, the others keep quiet."""
+    error.__dict__["shared"] = True
+    return error
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether every process of the run raises *error*."""
+    return bool(error.__dict__.get("shared"))

@@ -694,6 +694,22 @@ class HiddenStateTransport(ABC):
     def reader(self, layout: StateLayout) -> HiddenStateReader:
         """Open for reading."""
 
+    def claim(self, layout: StateLayout, owner: str) -> None:
+        """Take this place for the training run *owner*, before it reads or removes anything there.
+
+        Online training asks, since it removes what it has used: two runs that take the same place for theirs would
+        delete each other's samples. Claiming again for the same owner is harmless, so a run that is resumed goes on.
+        The default does nothing: where the place is the run's own folder, the run's own checks suffice.
+
+        Args:
+            layout: what the samples of this run have in common.
+            owner: names the run and outlives its process, such as the absolute path of its output folder.
+
+        Raises:
+            OutputError: another run has the place: who, since when, and what to do.
+            TransportError: the store cannot be reached.
+        """
+
     def compact(self, layout: StateLayout) -> None:
         """Bring the samples into their resting form, called when a capture is complete. Safe to kill and repeat."""
 
@@ -715,4 +731,4 @@ class HiddenStateTransport(ABC):
         return None
 
     def remove_all(self, sample_ids: Iterable[str] | None = None) -> None:
-        """Remove these samples, or everything that this capture put."""
+        """Remove these samples; without ids, everything that this capture put, and the claim on its place."""

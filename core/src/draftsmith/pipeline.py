@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.resolve import RUN_FILE, ResolvedRun
-from draftsmith.errors import ConfigError, OutputError
+from draftsmith.errors import ConfigError, OutputError, Problem, UserError, mark_shared
 from draftsmith.plugins import load_reference
-from draftsmith.stages import FILE, STAGES, Stage, StageRecord, is_first_rank, sole_writer, write_json_atomically
+from draftsmith.stages import (
+    FILE,
+    STAGES,
+    Stage,
+    StageRecord,
+    is_first_rank,
+    process_count,
+    sole_writer,
+    write_json_atomically,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +45,7 @@ _FOLDERS: Mapping[str, str] = {
 }
 #: Stages that use the prepared data for this algorithm.
 _TRAINED_ON = ("capture", "train")
+_NO_STAGE = "capture: no stage of this run; training captures while it goes on (capture.mode: online)"
 #: Prints the closing table of a verification.
 _VERIFICATION = "draftsmith.serving.verify:print_verification"
 
@@ -91,16 +102,82 @@ def run_all(
         The record of each stage that was run.
 
     Raises:
-        ConfigError: the algorithm cannot use the recipe's mask or form of attention, or the prepared data.
+        ConfigError: the algorithm cannot use the recipe's mask or form of attention, or the prepared data; or capture
+            alone is asked for, where states are captured while training.
         CheckpointError: training would begin from a checkpoint of another vocabulary than that of the prepared data.
         OutputError: the output is not this run's to write to, or another command is at work there.
+        UserError: several processes were started for something else than training.
     """
-    wanted = list(STAGES) if stages is None else [name for name in STAGES if name in stages]
-    if {"prepare", *_TRAINED_ON} & set(wanted):
-        check_attention(run)
-    claim_output(run)
-    with sole_writer(run.folders.output):
-        return _run_stages(run, console, overwrite=overwrite, wanted=wanted)
+    wanted = stages_of(run, stages, console if is_first_rank() else None)
+    check_processes(run, wanted)
+    with _together(run):
+        if {"prepare", *_TRAINED_ON} & set(wanted):
+            check_attention(run)
+        if is_first_rank():
+            claim_output(run)
+        with sole_writer(run.folders.output):
+            return _run_stages(run, console if is_first_rank() else None, overwrite=overwrite, wanted=wanted)
+
+
+def check_processes(run: ResolvedRun, wanted: Sequence[str]) -> None:
+    """Whether as many processes as were started can do what is wanted.
+
+    Raises:
+        UserError: they cannot: training alone is done by several.
+        ConfigError: there are more of them than rows in a step.
+    """
+    count = process_count()
+    if count > 1 and list(wanted) != ["train"]:
+        raise mark_shared(only_training_is_shared(count))
+    rows = run.recipe.train.rows_per_step
+    if count > rows:
+        what = f"{count} processes cannot share the {rows} row{'s' * (rows > 1)} of a step"
+        hint = f"start at most {rows} (--nproc-per-node), or set train.rows_per_step to a multiple of {count}"
+        raise mark_shared(ConfigError([Problem(what, where="train.rows_per_step", hint=hint)]))
+
+
+def only_training_is_shared(count: int) -> UserError:
+    """The error of a command that is not to be run by several processes, and was."""
+    return UserError(
+        f"this was started as one of {count} processes; `draftsmith train` alone can be",
+        where="environment (WORLD_SIZE)",
+        hint="run this command once, without torchrun (or unset WORLD_SIZE), and then "
+        "`torchrun … -m draftsmith train RECIPE`",
+    )
+
+
+def _together(run: ResolvedRun) -> contextlib.AbstractContextManager[object]:
+    """The other processes of this training, where there are any: what fails from here on, all of them are told."""
+    if process_count() == 1:
+        return contextlib.nullcontext()
+    from draftsmith.train.distributed import join
+
+    return join(run.recipe.train.device, timeout=run.recipe.train.rank_timeout)
+
+
+def stages_of(run: ResolvedRun, stages: Sequence[str] | None, console: Console | None) -> list[str]:
+    """Those of *stages* that *run* has, in order. Where states are captured while training, capture is none of them.
+
+    Raises:
+        ConfigError: nothing else is asked for.
+    """
+    wanted = [name for name in STAGES if stages is None or name in stages]
+    if not run.recipe.captures_online or "capture" not in wanted:
+        return wanted
+    if wanted == ["capture"]:
+        raise ConfigError(
+            [
+                Problem(
+                    "with capture.mode: online, states are captured while the draft is trained, not before",
+                    where="capture.mode",
+                    hint="run `draftsmith train`, or `draftsmith run` for all stages; where servers capture "
+                    "(online.endpoints), `draftsmith capture serve` starts one",
+                )
+            ]
+        )
+    if console is not None:
+        console.print(_NO_STAGE, markup=False, highlight=False, soft_wrap=True)
+    return [name for name in wanted if name != "capture"]
 
 
 def _run_stages(

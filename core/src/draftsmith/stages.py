@@ -41,6 +41,7 @@ __all__ = [
     "differences",
     "digest",
     "is_first_rank",
+    "process_count",
     "sole_writer",
     "write_error",
     "write_json_atomically",
@@ -157,6 +158,12 @@ def is_first_rank() -> bool:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank()) == 0
     return os.environ.get("RANK", "0") == "0"
+
+
+def process_count() -> int:
+    """Processes that work on one run, as the launcher (torchrun) says; 1 without one."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() and int(text) > 0 else 1
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from draftsmith.config.resolve import ResolvedRun
 
-__all__ = ["capture_fingerprint", "make_engine", "run_capture"]
+__all__ = ["capture_fingerprint", "capture_settings", "make_engine", "run_capture"]
 
 #: Rows whose tokens are read and sent to an engine at a time, so that a long capture does not hold them all.
 _WAVE_ROWS = 4096
@@ -48,7 +48,8 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
     """Capture the verifier's hidden states of all prepared rows, or find them captured. Goes on where it was killed.
 
     Raises:
-        VerifierError: a verifier that cannot be captured. DiskSpaceError: the states will not fit, or did not.
+        ConfigError: states are captured while training. VerifierError: a verifier that cannot be captured.
+        DiskSpaceError: the states will not fit, or did not.
         FingerprintMismatch: the folder holds states of other inputs.
         NumericsError: the states of more rows than ``capture.refused_share`` allows, or of all, are not finite. What
             is stored stays: a start that allows more goes on from there.
@@ -100,16 +101,29 @@ def capture_fingerprint(run: ResolvedRun) -> dict[str, Any]:
     Raises:
         OutputError: there is no complete prepared data.
     """
-    prepared = prepared_record(run)
-    capture = run.recipe.capture
+    options = cattrs.unstructure(run.transport_options)
     return {
-        "previous": prepared.digest,
+        "previous": prepared_record(run).digest,
+        **capture_settings(run),
+        "transport": {"name": run.transport.name, "options": options},
+    }
+
+
+def capture_settings(run: ResolvedRun) -> dict[str, Any]:
+    """What decides the values of the states of a given row.
+
+    Where they are stored does not, and may change between two starts of a training that captures for itself: other
+    hosts, another store. Of the transport's options only those count that make it lose something.
+    """
+    capture, online = run.recipe.capture, run.recipe.online
+    options = cattrs.unstructure(run.transport_options)
+    return {
         "verifier": run.verifier.fingerprint,
         "layer_ids": run.requirements.ids(run.verifier.num_layers),
-        "engine": capture.engine,
+        "engine": "vllm" if run.recipe.captures_online and online.endpoints else capture.engine,
         "compute_dtype": capture.dtype,
         "dtype": capture.store_dtype,
-        "transport": {"name": run.transport.name, "options": cattrs.unstructure(run.transport_options)},
+        **({"lossy": lossy} if (lossy := {name: options[name] for name in run.transport.lossy}) else {}),
     }
 
 

@@ -48,17 +48,24 @@ def state_layout(run: ResolvedRun) -> StateLayout:
     """The layout of *run*'s states, with the fingerprint of all that they depend on.
 
     Rows are named by their content, so the fingerprint holds what *any* row's states depend on: the verifier, the
-    tokenizer and the chat template with its arguments, the layer ids, and the dtypes.
+    tokenizer and the chat template with its arguments, the layer ids, and the dtypes. States captured while training
+    depend on the recipe alone: a server that captures has no prepared data, and the tokens of each sample are compared
+    when it is read. States that are deleted after use are of another layout than those that are kept, so that no run
+    takes the one for the other, and removes what is to stay.
 
     Raises:
-        OutputError: there is no complete prepared data.
+        OutputError: there is no complete prepared data, and the capture is a stage of its own.
     """
-    prepared = prepared_record(run)
+    if run.recipe.captures_online:
+        decided_by: dict[str, Any] = {"online": "kept" if run.recipe.online.keep else "deleted after use"}
+    else:
+        prepared = prepared_record(run)
+        decided_by = {"tokens": {key: prepared.fingerprint.get(key) for key in _TOKEN_KEYS}}
     layer_ids = run.requirements.ids(run.verifier.num_layers)
     dtype = run.recipe.capture.store_dtype
     fingerprint = {
         "verifier": run.verifier.fingerprint,
-        "tokens": {key: prepared.fingerprint.get(key) for key in _TOKEN_KEYS},
+        **decided_by,
         "layer_ids": layer_ids,
         "compute_dtype": run.recipe.capture.dtype,
         "dtype": dtype,

@@ -22,11 +22,13 @@ from draftsmith.errors import OutputError, SampleCorrupt, SampleError, SampleMis
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample
 from draftsmith.stages import write_tensors_atomically
 
-__all__ = ["StatisticsDamaged", "StatisticsTable", "compute_statistics"]
+__all__ = ["StatisticsDamaged", "StatisticsTable", "compute_statistics", "sample_statistics"]
 
 _TENSORS = ("sample_ids", "lengths", "token", "logsumexp")
 _PART_TOKENS = 1 << 20
-_BATCH_TOKENS = 4096
+
+#: Last hidden states [N, H_t] → (argmax [N], log-sum-exp [N]).
+Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class StatisticsDamaged(OutputError):
@@ -143,7 +145,7 @@ class _PartWriter:
             left.unlink(missing_ok=True)
 
     def add(self, sample_id: str, token: Tensor, logsumexp: Tensor) -> None:
-        self._pending.append((sample_id, token.to(torch.int32).cpu(), logsumexp.float().cpu()))
+        self._pending.append((sample_id, token.to(torch.int32), logsumexp))
         self._tokens += len(token)
         if self._tokens >= _PART_TOKENS:
             self.flush()
@@ -178,11 +180,21 @@ def _sound_ids(folder: Path, say: Callable[[str], None]) -> frozenset[str]:
     return frozenset(found)
 
 
+def sample_statistics(statistics: Statistics, sample: HiddenStateSample) -> tuple[Tensor, Tensor]:
+    """Argmax (int64 [T]) and log-sum-exp (float32 [T]) of the teacher's logits at each token of *sample*, on the CPU.
+
+    Sample by sample, whoever asks: the shape of a matrix product decides its last bits, and a training that captures
+    while it trains is to end in the same bits as one whose states were captured before.
+    """
+    token, logsumexp = statistics(sample.hidden_states[:, -1])
+    return token.to("cpu", torch.int64), logsumexp.to("cpu", torch.float32)
+
+
 def compute_statistics(
     folder: Path,
     reader: HiddenStateReader,
     rows: Iterable[tuple[str, Tensor]],
-    statistics: Callable[[Tensor], tuple[Tensor, Tensor]],
+    statistics: Statistics,
     advance: Callable[[int], None],
     say: Callable[[str], None],
 ) -> dict[str, str]:
@@ -192,7 +204,7 @@ def compute_statistics(
 
     Args:
         rows: (sample id, token ids int64 [T]) of every sample that should be there.
-        statistics: last hidden states [N, H_t] → (argmax [N], log-sum-exp [N]).
+        statistics: the teacher's.
         advance: called with the number of tokens done.
         say: called with a line for the log.
 
@@ -202,21 +214,6 @@ def compute_statistics(
     done = _sound_ids(folder, say)
     writer = _PartWriter(folder)
     bad: dict[str, str] = {}
-    batch: list[HiddenStateSample] = []
-    size = 0
-
-    def run_batch() -> None:
-        nonlocal batch, size
-        if not batch:
-            return
-        token, logsumexp = statistics(torch.cat([sample.hidden_states[:, -1] for sample in batch]))
-        lengths = [len(sample.token_ids) for sample in batch]
-        parts = zip(batch, torch.split(token, lengths), torch.split(logsumexp, lengths), strict=True)
-        for sample, its_token, its_sum in parts:
-            writer.add(sample.sample_id, its_token, its_sum)
-        advance(size)
-        batch, size = [], 0
-
     for sample_id, token_ids in rows:
         if sample_id in done:
             advance(len(token_ids))
@@ -228,10 +225,7 @@ def compute_statistics(
         except SampleError as error:
             bad[sample_id] = error.what.removeprefix(f"sample {sample_id}: ")
             continue
-        batch.append(sample)
-        size += len(token_ids)
-        if size >= _BATCH_TOKENS:
-            run_batch()
-    run_batch()
+        writer.add(sample_id, *sample_statistics(statistics, sample))
+        advance(len(token_ids))
     writer.flush()
     return bad

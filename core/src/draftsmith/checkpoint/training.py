@@ -83,8 +83,10 @@ class TrainingState:
         best: best validation so far.
         log_bytes: size of metrics.jsonl up to this step; a resume cuts the log there.
         skipped: ids of samples left out as bad.
-        random_states: ``cpu`` and ``cuda:i`` → states of torch's generators, hexadecimal.
-        environment: what bit-identity depends on beside the recipe (device, threads, torch), to explain differences.
+        random_states: ``cpu`` and ``cuda`` → states of torch's generators, hexadecimal; those of other ranks than the
+            first as ``rank 1 cpu``.
+        environment: what bit-identity depends on beside the recipe (device, threads, torch, processes), to
+            explain differences.
     """
 
     step: int
@@ -416,19 +418,24 @@ def prune(folder: Path, *, current: int, keep: int, best: int | None) -> None:
 # --- random states -------------------------------------------------------------------------------------------------
 
 
-def random_states() -> dict[str, str]:
-    """States of torch's global generators, for :attr:`TrainingState.random_states`."""
+def random_states(rank: int = 0) -> dict[str, str]:
+    """States of the global generators that this process computes with, for :attr:`TrainingState.random_states`."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return {name: bytes(state.tolist()).hex() for name, state in states.items()}
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {_random_key(name, rank): bytes(state.tolist()).hex() for name, state in states.items()}
 
 
-def restore_random_states(states: Mapping[str, str]) -> None:
-    """The inverse of :func:`random_states`; devices that are no longer there are passed over."""
-    for name, text in states.items():
-        state = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available() and int(name.removeprefix("cuda:")) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, name)
+def restore_random_states(states: Mapping[str, str], rank: int = 0) -> None:
+    """The inverse of :func:`random_states`; a device or a rank that is new keeps its states."""
+    setters = {"cpu": torch.set_rng_state}
+    if torch.cuda.is_available():
+        setters["cuda"] = torch.cuda.set_rng_state
+    for name, put in setters.items():
+        text = states.get(_random_key(name, rank))
+        if text is not None:
+            put(torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8))
+
+
+def _random_key(device: str, rank: int) -> str:
+    return f"rank {rank} {device}" if rank else device

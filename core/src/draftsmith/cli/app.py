@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from draftsmith import __version__
 from draftsmith.cli import common
 from draftsmith.cli.signals import clean_end
-from draftsmith.errors import UnknownNameError
+from draftsmith.errors import UnknownNameError, mark_shared
+from draftsmith.stages import process_count
 
 __all__ = ["COMMANDS", "dispatch"]
 
@@ -60,7 +61,15 @@ def _split(given: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(given[:index]), list(given[index:])
 
 
+#: Commands that torchrun may start.
+_SHARED = ("train",)
+
+
 def _run(name: str, arguments: Sequence[str]) -> int:
+    if name not in _SHARED and process_count() > 1:
+        from draftsmith.pipeline import only_training_is_shared
+
+        raise mark_shared(only_training_is_shared(process_count()))
     if name in COMMANDS:
         module = importlib.import_module(f"draftsmith.cli.{name}")
         parser = common.Parser(prog=f"draftsmith {name}", description=module.__doc__, formatter_class=common.Raw)

@@ -6,12 +6,12 @@ import argparse
 import functools
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from draftsmith.errors import UserError, did_you_mean
-from draftsmith.stages import STAGES
+from draftsmith.stages import STAGES, is_first_rank
 
 if TYPE_CHECKING:
     from draftsmith.api import Command
@@ -95,8 +95,9 @@ def open_registry(
 
 
 def note(text: str) -> None:
-    """A remark on stderr."""
-    print(f"note: {text}", file=sys.stderr)
+    """A remark on stderr; of several processes of a run the first makes it."""
+    if is_first_rank():
+        print(f"note: {text}", file=sys.stderr)
 
 
 def load_run(
@@ -135,6 +136,8 @@ def run_stages(stages: Sequence[str], arguments: argparse.Namespace) -> None:
     """Resolve, then explain or run."""
     run = load_run(arguments.recipe, arguments.overrides, arguments.no_plugin, stages)
     if arguments.explain:
+        if not is_first_rank():
+            return
         from draftsmith.cli.explain import print_explanation
 
         print_explanation(run)
@@ -155,21 +158,33 @@ def plugin_commands() -> tuple[Command, ...]:
 
 
 def run_plugin_command(item: Command, arguments: Sequence[str]) -> None:
-    """Wrap a plugin's function with typer, and call it."""
+    """Wrap a plugin's function with typer, or take its group of them, and call it."""
     import typer
 
-    from draftsmith.cli.signals import clean_end
     from draftsmith.plugins import load_reference
 
-    function = load_reference(item.implementation)
+    implementation = load_reference(item.implementation)
     gc.enable()
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    if isinstance(implementation, typer.Typer):
+        app.info.no_args_is_help = True
+        app.callback(help=item.summary)(lambda: None)  # with it, a single command stays a command of a group
+        for each in implementation.registered_commands:
+            if each.callback is not None:
+                app.command(each.name, help=each.help or each.callback.__doc__)(_guarded(each.callback))
+    else:
+        app.command(item.name, help=implementation.__doc__ or item.summary)(_guarded(implementation))
+    app(args=list(arguments), prog_name=f"draftsmith {item.name}")
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """*function* with signals handled inside of typer, which would turn one into an exit of its own. What is kept,
+    the plugin knows."""
+    from draftsmith.cli.signals import clean_end
 
     @functools.wraps(function)
     def guarded(*positional: Any, **named: Any) -> Any:
-        # Inside of typer, which would turn a signal into an exit of its own. What is kept, the plugin knows.
         with clean_end():
             return function(*positional, **named)
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(item.name, help=function.__doc__ or item.summary)(guarded)
-    app(args=list(arguments), prog_name=f"draftsmith {item.name}")
+    return guarded

@@ -7,7 +7,8 @@ import os
 import sys
 import traceback
 
-from draftsmith.errors import DiskSpaceError, DraftsmithError, Problem, Stopped, UserError
+from draftsmith.errors import DiskSpaceError, DraftsmithError, Problem, Stopped, UserError, is_shared
+from draftsmith.stages import is_first_rank
 
 __all__ = ["report"]
 
@@ -20,6 +21,8 @@ def report(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     known = _as_known(error)
+    if is_shared(error) and not is_first_rank():  # the first process of the run tells it for all
+        return 1 if known is None else known.exit_code
     if known is None:
         _print(_paint("error: ", "31"), f"{type(error).__name__}: {error}")
         _print("  → this should not happen, in draftsmith or in a plugin; --debug shows where, for a bug report")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import attrs
 from attrs import field, frozen
@@ -150,6 +151,7 @@ class _Resolver:
         transport = self.transport()
         wanted = recipe.transport.options if recipe.transport else {}
         transport_options = self.options(transport, wanted, "transport.options")
+        self.online(transport)
         for index, name in enumerate(recipe.observers):
             self.named(registry.observers, name, f"observers.{index}")
         self.data()
@@ -308,19 +310,50 @@ class _Resolver:
         else:
             self.provenance.pop("transport", None)
             # The core chooses by guarantees, never by name.
-            fitting = [each for each in catalog if each.guarantees.persistent and each.guarantees.random_access]
+            online = self.recipe.captures_online
+            fitting = [each for each in catalog if online or _keeps(each)]
             if len(fitting) != 1:
                 self.report("transport", *_choose_transport([each.name for each in fitting]))
                 return None
             transport = self.named(catalog, fitting[0].name, "transport")
             self.provenance["transport.name"] = "the only installed one that fits"
-        if transport is not None and not (transport.guarantees.persistent and transport.guarantees.random_access):
+        if transport is not None and not (self.recipe.captures_online or _keeps(transport)):
             self.report(
                 "transport",
                 f"transport {transport.name!r} does not keep its samples, and training reads them many times",
-                "choose a transport that is persistent and has random access",
+                "capture while training (capture.mode: online), or choose a transport that is persistent and has "
+                "random access",
             )
         return transport
+
+    def online(self, transport: api.Transport | None) -> None:
+        """What is asked of ``online``, whose keys mean something only where states are captured while training."""
+        wanted = self.recipe.online
+        if not self.recipe.captures_online:
+            given = [name for name in plain(wanted) if self.provenance.get(f"online.{name}", DEFAULT) != DEFAULT]
+            if given:
+                keys = ", ".join(f"online.{name}" for name in given)
+                self.notes.append(f"without capture.mode: online, nothing comes of {keys}")
+            return
+        named: set[str] = set()
+        for index, url in enumerate(wanted.endpoints):
+            key = f"online.endpoints.{index}"
+            if (problem := _url_problem(url)) is not None:
+                self.report(key, f"{url!r} is no address of a server: {problem}", "write it as http://HOST:PORT")
+            elif url.rstrip("/").lower() in named:
+                self.report(key, f"the endpoint {url} is named twice", "name every server once")
+            named.add(url.rstrip("/").lower())
+        if wanted.keep and transport is not None and not transport.guarantees.random_access:
+            self.report(
+                "online.keep",
+                f"transport {transport.name!r} gives a sample only once, and later epochs read it again",
+                "leave online.keep out, or choose a transport with random access",
+            )
+        if wanted.in_flight > wanted.ahead:
+            self.notes.append(
+                f"online.in_flight ({wanted.in_flight}) is more than online.ahead ({wanted.ahead}): no more than "
+                f"{wanted.ahead} samples are ever asked for"
+            )
 
     # --- the verifier and what depends on it --------------------------------------------------------------------
 
@@ -469,7 +502,7 @@ class _Resolver:
             chosen = choose_engine(wanted, verifier)
         except ServingError as error:
             chosen = wanted
-            if "capture" in self.stages:
+            if self.needs_engine():
                 self.report("capture.engine", error.what, error.hint)
         untapped = verifier_problem(verifier)
         # The last layer's output is in every engine's hand; a draft of it is served whatever can be tapped.
@@ -478,6 +511,12 @@ class _Resolver:
             captured = "transformers captures them, and " if wanted == "auto" else ""
             self.notes.append(f"{untapped}: {captured}that vLLM will refuse to serve a draft that reads them")
         return chosen
+
+    def needs_engine(self) -> bool:
+        """Whether this command runs the verifier to capture its states."""
+        if self.recipe.captures_online:
+            return "train" in self.stages and not self.recipe.online.endpoints
+        return "capture" in self.stages
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -552,6 +591,27 @@ def _there(value: Any) -> Any:
     if value is None:
         raise AssertionError("something is missing and left no problem")
     return value
+
+
+def _keeps(transport: api.Transport) -> bool:
+    """Whether its samples can be captured by a stage of their own, and read by every epoch after."""
+    return transport.guarantees.persistent and transport.guarantees.random_access
+
+
+def _url_problem(url: str) -> str | None:
+    """Why *url* is no address of an HTTP server, or None."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https"):
+        return "it begins with neither http:// nor https://"
+    if not parts.hostname:
+        return "it names no host"
+    if port == 0 or parts.query or parts.fragment:
+        return "port 0 cannot be reached" if port == 0 else "it has more than a host, a port and a path"
+    return None
 
 
 def _choose_transport(names: Sequence[str]) -> tuple[str, str]:

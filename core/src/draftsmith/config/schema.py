@@ -17,6 +17,7 @@ __all__ = [
     "ExportConfig",
     "GenerationConfig",
     "NamedConfig",
+    "OnlineConfig",
     "Recipe",
     "TrainConfig",
     "VerifyConfig",
@@ -88,6 +89,9 @@ class VocabularyConfig:
 class CaptureConfig:
     """How the verifier's hidden states are obtained."""
 
+    mode: Literal["offline", "online"] = field(
+        default="offline", metadata=_help("offline: all states are stored before training; online: while it trains")
+    )
     engine: Literal["auto", "vllm", "transformers"] = field(
         default="auto", metadata=_help("auto: vllm where it is installed and can tap this verifier, else transformers")
     )
@@ -103,6 +107,28 @@ class CaptureConfig:
         default=0.1,
         validator=and_(ge(0), le(1)),
         metadata=_help("stop where more of the rows than this have states that are not finite; 1: only where all do"),
+    )
+
+
+@frozen(kw_only=True)
+class OnlineConfig:
+    """Capture while training: used by ``capture.mode: online``. None of it changes what is trained."""
+
+    endpoints: list[str] = field(
+        factory=list,
+        metadata=_help("URLs of servers that `draftsmith capture serve` started; empty: this process runs the engine"),
+    )
+    ahead: int = field(
+        default=64, validator=ge(1), metadata=_help("samples asked for before the trainer needs them, at most")
+    )
+    in_flight: int = field(default=16, validator=ge(1), metadata=_help("requests at one endpoint at once, at most"))
+    keep: bool = field(default=False, metadata=_help("keep states for later epochs; false: each is deleted after use"))
+    missing: Literal["regenerate", "skip", "stop"] = field(
+        default="regenerate",
+        metadata=_help("a sample that is lost or damaged is captured again, left out and counted, or stops the run"),
+    )
+    patience: float = field(
+        default=600.0, validator=gt(0), metadata=_help("seconds to wait for endpoints that are all down")
     )
 
 
@@ -150,7 +176,13 @@ class TrainConfig:
     )
     keep_checkpoints: int = field(default=2, validator=ge(1), metadata=_help("latest ones kept, beside the best"))
     bad_samples: Literal["stop", "skip"] = field(
-        default="stop", metadata=_help("a corrupt or missing sample stops the run, or is skipped and counted")
+        default="stop",
+        metadata=_help("a corrupt or missing sample stops the run, or is skipped and counted (online: see `missing`)"),
+    )
+    rank_timeout: float = field(
+        default=1800.0,
+        validator=gt(0),
+        metadata=_help("seconds that one of several processes waits for the others before it gives up"),
     )
 
 
@@ -203,6 +235,12 @@ class Recipe:
     data: DataConfig = field(factory=DataConfig)
     vocabulary: VocabularyConfig = field(factory=VocabularyConfig)
     capture: CaptureConfig = field(factory=CaptureConfig)
+    online: OnlineConfig = field(factory=OnlineConfig)
     train: TrainConfig = field(factory=TrainConfig)
     export: ExportConfig = field(factory=ExportConfig)
     verify: VerifyConfig = field(factory=VerifyConfig)
+
+    @property
+    def captures_online(self) -> bool:
+        """Whether states are captured while the draft is trained, and not by a stage of their own."""
+        return self.capture.mode == "online"

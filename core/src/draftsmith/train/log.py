@@ -16,7 +16,7 @@ from typing import Any
 from draftsmith.errors import OutputError
 from draftsmith.stages import write_error
 
-__all__ = ["MetricsLog"]
+__all__ = ["MetricsLog", "NoLog"]
 
 
 class MetricsLog:
@@ -69,3 +69,19 @@ class MetricsLog:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class NoLog(MetricsLog):
+    """The log of a rank that does not write."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        pass
+
+    def sync(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass

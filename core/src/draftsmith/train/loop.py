@@ -3,16 +3,19 @@
 A run is a sequence of optimiser steps; everything that one of them depends on is a function of the recipe, the data
 and the step's number, or is in the :class:`~draftsmith.checkpoint.training.TrainingState`. Between two steps come
 the duties of the step just done, in this order: validate, save, stop if asked to.
+
+Several ranks run this same loop side by side, each with its own rows; whatever they decide by is the same on all. The
+first one alone has a log, a console and observers, and writes checkpoints.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 import torch
@@ -34,19 +37,24 @@ from draftsmith.checkpoint.training import (
     write_finished,
 )
 from draftsmith.config.schema import TrainConfig
-from draftsmith.errors import DataError, NumericsError, Stopped
+from draftsmith.errors import DataError, DraftsmithError, NumericsError, Stopped, mark_shared
 from draftsmith.interfaces import DraftAlgorithm, DraftSlots, ScoredSlots
 from draftsmith.progress import stage_progress
+from draftsmith.train.distributed import ALONE, Ranks
 from draftsmith.train.log import MetricsLog
 from draftsmith.train.metrics import Pairs, add_pairs, divide
 from draftsmith.train.optimizers import Optimizers
-from draftsmith.train.rows import LoadedRow, Order, RowLoader, derived_seed, read_ahead, to_device
+from draftsmith.train.rows import Interrupted, LoadedRow, Order, RowLoader, Waits, derived_seed, to_device
 from draftsmith.train.schedule import rate_factor, warmup_steps
 from draftsmith.train.signals import StopRequest
-from draftsmith.train.step import Objective, RowScore, score_row, train_step
+from draftsmith.train.step import Objective, RowScore, gather_rows, score_row, train_step
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Value = TypeVar("Value")
+#: (sample id, reason) of samples that were left out of a row.
+Skipped = tuple[tuple[str, str], ...]
 
 #: Metrics shown beside the progress bar.
 _SHOWN = ("loss", "eal", "position_0_acc")
@@ -73,6 +81,9 @@ class Job:
         environment: see :class:`~draftsmith.checkpoint.training.TrainingState`.
         warn: prints a message for the user.
         told: samples that the user was told about.
+        waits: how long the trainer waited for rows.
+        idle: shares of the time that somebody waited for another, by name, for the progress and the observers.
+        ranks: this process among those that run the loop.
     """
 
     config: TrainConfig
@@ -91,6 +102,9 @@ class Job:
     console: Console | None = None
     warn: Callable[[str], None] = lambda message: None
     told: set[str] = field(factory=set)
+    waits: Waits = field(factory=Waits)
+    idle: Callable[[], Mapping[str, float]] = dict
+    ranks: Ranks = ALONE
 
     @property
     def validate_every(self) -> int:
@@ -110,10 +124,16 @@ def train(job: Job, state: TrainingState, saved: int) -> TrainingState:
 
     Raises:
         Stopped: a signal came; the state is saved.
-        NumericsError, SampleError, DiskSpaceError: training cannot go on; the last checkpoint is untouched.
+        SampleError, TransportError, ServingError: the rows of the next step cannot be had; the state is saved.
+        NumericsError, DiskSpaceError: training cannot go on; the last checkpoint is untouched.
     """
-    total = job.order.total_steps
-    rows = read_ahead(job.load, (bin_ for bins in job.order.steps_from(state.step) for bin_ in bins))
+    total, first = job.order.total_steps, state.step
+
+    def bins() -> Iterator[Sequence[int]]:
+        return (bin_ for step in job.order.steps_from(first) for bin_ in job.ranks.mine(step))
+
+    rows = job.load.rows(bins, stopped=lambda: _is_told_to_stop(job), waits=job.waits)
+    _exchange(job, None)  # a signal may have come to some rank while the weights were loading
     with closing(rows), stage_progress(job.console, "train", _all_tokens(job), "tokens") as bar:
         bar.advance(state.tokens)
         while True:
@@ -126,31 +146,70 @@ def train(job: Job, state: TrainingState, saved: int) -> TrainingState:
             if job.stop:
                 if state.step != saved:
                     _save(job, state)
-                raise _stopped(job, state)
+                _exchange(job, None)  # none leaves while the first one writes: a launcher would end them all
+                raise mark_shared(_stopped(job, state))
             if state.step == total:
                 return state
-            state, tokens, shown = _one_step(job, state, rows)
+            started = time.monotonic()
+            loaded, outcome = _load(rows, len(_places(job, state.step)))
+            found = _exchange(job, (outcome, _read(loaded)))
+            outcomes = [each for each, _ in found]
+            if "failed" in outcomes and state.step not in (0, saved):
+                _save(job, state)  # what was trained so far is as good as it was
+            if isinstance(loaded, DraftsmithError):
+                raise loaded
+            if "failed" in outcomes:
+                job.ranks.exchange(None)  # which raises what the other rank raises
+            if "stopped" in outcomes:
+                continue  # to the duties of the step that was the last one
+            in_order = job.ranks.in_order([each for _, each in found])
+            state, tokens, shown = _one_step(job, state, loaded, in_order, started)
             bar.advance(tokens, **shown)
 
 
+def _load(rows: Iterator[LoadedRow], count: int) -> tuple[list[LoadedRow] | DraftsmithError, str]:
+    """This rank's rows of the next step, or why there are none: a signal came before they were there, or an error."""
+    try:
+        return [next(rows) for _ in range(count)], "loaded"
+    except Interrupted:
+        return [], "stopped"
+    except DraftsmithError as error:
+        return error, "failed"
+
+
+def _read(loaded: list[LoadedRow] | DraftsmithError) -> list[tuple[int, Skipped]]:
+    """Of each row its tokens, and what was left out of it."""
+    return [] if isinstance(loaded, DraftsmithError) else [(row.tokens, row.skipped) for row in loaded]
+
+
 def _one_step(
-    job: Job, state: TrainingState, rows: Iterator[LoadedRow]
-) -> tuple[TrainingState, int, dict[str, float]]:
-    """The next optimiser step: its state, its tokens, and what the progress bar shows."""
-    started = time.monotonic()
+    job: Job,
+    state: TrainingState,
+    loaded: Sequence[LoadedRow],
+    found: Sequence[tuple[int, Skipped]],
+    started: float,
+) -> tuple[TrainingState, int, dict[str, object]]:
+    """The next optimiser step: its state, its tokens, and what the progress bar shows.
+
+    Args:
+        loaded: this rank's rows.
+        found: tokens of all ranks' rows, and what was left out of each, by place.
+        started: when the step began to wait for its rows.
+    """
     step = state.step
-    loaded = [next(rows) for _ in range(_rows_in(job, step))]
-    _tell_skipped(job, loaded)
+    left_out = [each for _, skipped in found for each in skipped]
+    _tell_skipped(job, left_out)
     rates = job.optimizers.set_rate(_rate_factor(job, step))
     result = train_step(
         job.objective,
         job.optimizers,
         [to_device(row.row, job.device, job.objective.compute_dtype) for row in loaded],
-        [_generator(job, "row", step, place) for place in range(len(loaded))],
+        [_generator(job, "row", step, place) for place in _places(job, step)],
         clip_norm=job.config.clip_norm,
+        ranks=job.ranks,
     )
-    tokens = sum(row.tokens for row in loaded)
-    skipped = tuple(dict.fromkeys((*state.skipped, *(name for row in loaded for name, _ in row.skipped))))
+    tokens = sum(count for count, _ in found)
+    skipped = tuple(dict.fromkeys((*state.skipped, *(name for name, _ in left_out))))
     state = attrs.evolve(state, step=step + 1, tokens=state.tokens + tokens, skipped=skipped)
     _check_some_tokens(job, state)
     values = {**divide(result.pairs), "gradient_norm": result.gradient_norm}
@@ -159,15 +218,17 @@ def _one_step(
         {"step": state.step, "phase": "train", "epoch": job.order.epoch_of(step), "tokens": state.tokens, **values}
     )
     seconds = time.monotonic() - started
+    idle = job.idle()
     job.events.step_finished(
         api.StepFinished(
             step=state.step,
             tokens=state.tokens,
             phase="train",
-            metrics={**values, "tokens_per_second": tokens / max(seconds, 1e-9)},
+            metrics={**values, "tokens_per_second": tokens / max(seconds, 1e-9), **idle},
         )
     )
-    shown = {name: value for name, value in values.items() if name in _SHOWN}
+    shown: dict[str, object] = {name: value for name, value in values.items() if name in _SHOWN}
+    shown |= {name: f"{share:.0%}" for name, share in idle.items()}
     return state, tokens, {"step": float(state.step), **shown}
 
 
@@ -209,14 +270,31 @@ def validate(job: Job) -> Pairs | None:
 
     Changes nothing: the modules' train or eval modes and the global generators are as before, whatever happens.
     """
-    try:
-        return add_pairs(score.pairs for score in _scored_validation(job))
-    except _Interrupted:
-        return None
+    parts: list[Pairs] = []
+    places = range(len(job.validation_bins))
+    with closing(_scored_validation(job, job.ranks.mine(places))) as rows:
+        for _ in range(0, len(places), job.ranks.world):
+            if job.stop:
+                return None
+            scores: list[RowScore] = []
+            left_out: Skipped | None = ()
+            try:
+                if (scored := next(rows, None)) is not None:
+                    scores, left_out = [scored[0]], scored[1]
+            except Interrupted:
+                left_out = None
+            for skipped in _exchange(job, left_out):
+                if skipped is None:
+                    return None
+                _tell_skipped(job, skipped)
+            parts += [row.pairs for row in gather_rows(job.ranks, scores)]
+    return add_pairs(parts)
 
 
 def finish(job: Job, state: TrainingState) -> dict[str, float]:
     """Let the algorithm put its last hand on the best weights, and store what comes of it for the export.
+
+    It asks for all validation rows, so of several ranks the first does it alone.
 
     Returns:
         The algorithm's figures; without any, nothing was changed, and nothing is stored.
@@ -234,7 +312,8 @@ def finish(job: Job, state: TrainingState) -> dict[str, float]:
     model.eval()
     try:
         figures = {name: float(value) for name, value in algorithm.finish(model, _ValidationSlots(job)).items()}
-    except _Interrupted:
+    except Interrupted:
+        job.stop.agree([job.stop.received])
         raise _stopped(job, state) from None
     bad = [name for name, value in figures.items() if not math.isfinite(value)]
     if bad:
@@ -247,10 +326,6 @@ def finish(job: Job, state: TrainingState) -> dict[str, float]:
     return figures
 
 
-class _Interrupted(Exception):
-    """A signal came while validation rows were scored."""
-
-
 class _ValidationSlots:
     """The validation rows that have slots, scored anew on every pass."""
 
@@ -258,23 +333,33 @@ class _ValidationSlots:
         self._job = job
 
     def __iter__(self) -> Iterator[tuple[DraftSlots, ScoredSlots]]:
-        for score in _scored_validation(self._job):
-            if score.scored is not None:
-                yield score.slots, score.scored
+        job = self._job
+        with closing(_scored_validation(job, range(len(job.validation_bins)))) as rows:
+            for score, skipped in rows:
+                if _is_told_to_stop(job):
+                    raise Interrupted
+                _tell_skipped(job, skipped)
+                if score.scored is not None:
+                    yield score.slots, score.scored
 
 
-def _scored_validation(job: Job) -> Iterator[RowScore]:
-    """All validation rows, with the same draws at every validation, so that they can be compared."""
-    rows = read_ahead(job.load_validation, iter(job.validation_bins))
+def _scored_validation(job: Job, places: Sequence[int]) -> Generator[tuple[RowScore, Skipped], None, None]:
+    """Validation rows, and what was left out of each; with the same draws every time, so that they can be compared.
+
+    Raises:
+        Interrupted: a signal came, and the next row was not there.
+    """
+    rows = job.load_validation.rows(
+        lambda: (job.validation_bins[place] for place in places),
+        stopped=lambda: _is_told_to_stop(job),
+        waits=job.waits,
+    )
     with closing(rows):
-        for place, loaded in enumerate(rows):
-            if job.stop:
-                raise _Interrupted
-            _tell_skipped(job, [loaded])
+        for place, loaded in zip(places, rows, strict=True):
             row = to_device(loaded.row, job.device, job.objective.compute_dtype)
             with _evaluating(job.objective.model, job.device):  # left before whoever asks goes on
                 score = score_row(job.objective, row, _generator(job, "validation", place))
-            yield score
+            yield score, loaded.skipped
 
 
 @contextmanager
@@ -296,9 +381,13 @@ def _save(job: Job, state: TrainingState, *, amend: bool = False) -> int:
     Args:
         amend: the checkpoint of this step is there, without what its interrupted validation would have said.
     """
-    state = attrs.evolve(
-        state, log_bytes=job.log.sync(), random_states=random_states(), environment=dict(job.environment)
-    )
+    checksums = weight_checksums(job.objective.model) if job.ranks.world > 1 else {}
+    found = job.ranks.exchange((random_states(job.ranks.rank), checksums))
+    _check_same_weights([each for _, each in found])
+    generators = {name: value for states, _ in found for name, value in states.items()}
+    if not job.ranks.first:
+        return state.step
+    state = attrs.evolve(state, log_bytes=job.log.sync(), random_states=generators, environment=dict(job.environment))
     if amend:
         path = update_state(job.folder, state)
     else:
@@ -320,7 +409,50 @@ def _stopped(job: Job, state: TrainingState) -> Stopped:
     )
 
 
+# --- agreement of ranks ---------------------------------------------------------------------------------------------
+
+
+def _exchange(job: Job, value: Value) -> list[Value]:
+    """What every rank gave, by rank; and all of them know of the signals that any has received."""
+    answers = job.ranks.exchange((job.stop.received, value))
+    job.stop.agree(received for received, _ in answers)
+    return [each for _, each in answers]
+
+
+def weight_checksums(model: nn.Module) -> dict[str, int]:
+    """Name → sum over the bits of each tensor that is trained."""
+    return {
+        name: int(tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8).sum(dtype=torch.int64))
+        for name, tensor in trained_tensors(model).items()
+        if tensor.dim()
+    }
+
+
+def _check_same_weights(checksums: Sequence[Mapping[str, int]]) -> None:
+    """Ranks do the same arithmetic on the same sums; kernels of another processor may round otherwise, unnoticed."""
+    for rank, other in enumerate(checksums):
+        different = [name for name, value in checksums[0].items() if other.get(name) != value]
+        if different:
+            error = NumericsError(
+                f"the weights of rank {rank} are not those of rank 0: {', '.join(different[:4])}",
+                where="the processes of this training",
+                hint="run all of them on hosts with the same processors and versions of torch; the last checkpoint is "
+                "intact",
+            )
+            raise mark_shared(error)
+
+
 # --- small things ---------------------------------------------------------------------------------------------------
+
+
+def _places(job: Job, step: int) -> Sequence[int]:
+    """The places of this rank's rows among those of the step."""
+    return job.ranks.mine(range(_rows_in(job, step)))
+
+
+def _is_told_to_stop(job: Job) -> bool:
+    """Whether this rank received a signal, be it agreed upon or not."""
+    return job.stop.received is not None
 
 
 def _rows_in(job: Job, step: int) -> int:
@@ -329,9 +461,9 @@ def _rows_in(job: Job, step: int) -> int:
     return min(job.order.rows_per_step, len(job.order.bins) - place * job.order.rows_per_step)
 
 
-def _tell_skipped(job: Job, rows: Sequence[LoadedRow]) -> None:
+def _tell_skipped(job: Job, skipped: Sequence[tuple[str, str]]) -> None:
     """Each bad sample once, not once an epoch."""
-    for sample_id, reason in (each for row in rows for each in row.skipped):
+    for sample_id, reason in skipped:
         if sample_id not in job.told:
             job.told.add(sample_id)
             job.warn(f"{reason}; it is left out")
@@ -354,8 +486,9 @@ def _all_tokens(job: Job) -> int:
 
 def _check_some_tokens(job: Job, state: TrainingState) -> None:
     if state.tokens == 0 and state.step == job.order.steps_per_epoch:
-        raise DataError(
+        error = DataError(
             f"not one sample could be read in a whole epoch; {len(state.skipped)} were left out as bad",
             where=str(job.folder),
             hint="run with train.bad_samples=stop to see the first fault, or capture again",
         )
+        raise mark_shared(error)

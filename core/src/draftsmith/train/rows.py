@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
@@ -17,18 +18,20 @@ from attrs import frozen
 from torch import Tensor
 
 from draftsmith.data.packing import pack, shuffle_bins
-from draftsmith.errors import DataError, SampleCorrupt, SampleError
-from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, PackedRow, StateLayout
+from draftsmith.errors import DataError, SampleCorrupt, SampleError, SampleRefused
+from draftsmith.interfaces import HiddenStateSample, PackedRow, StateLayout
 
 if TYPE_CHECKING:
     from draftsmith.data.dataset import PreparedRow
 
 __all__ = [
     "Document",
+    "Interrupted",
     "LoadedRow",
     "Order",
     "RowLoader",
     "RowPlan",
+    "Waits",
     "assemble",
     "derived_seed",
     "padding_row",
@@ -54,13 +57,19 @@ class Table(Protocol):
     def __getitem__(self, index: int) -> PreparedRow: ...
 
 
+class Reader(Protocol):
+    """What is needed of a reader of hidden states (``interfaces.HiddenStateReader``)."""
+
+    def get(self, sample_id: str, *, expected_tokens: int | None = None) -> HiddenStateSample: ...
+
+
 class States(Protocol):
     """What is needed of a capture (``capture.states.CapturedStates``)."""
 
     layout: StateLayout
 
     @property
-    def reader(self) -> HiddenStateReader: ...
+    def reader(self) -> Reader: ...
     def teacher(self, sample_id: str) -> tuple[Tensor, Tensor]: ...
 
 
@@ -264,6 +273,36 @@ def padding_row(layout: StateLayout, *, last_hidden: bool = True, statistics: bo
     )
 
 
+class Waits:
+    """How long whoever takes rows has waited for them.
+
+    Attributes:
+        seconds: spent waiting.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = time.monotonic()
+
+    @property
+    def share(self) -> float:
+        """Of the time since this was made."""
+        return self.seconds / max(time.monotonic() - self._started, 1e-9)
+
+
+class Interrupted(Exception):
+    """Whoever waited for a row was told to stop."""
+
+
+def never() -> bool:
+    return False
+
+
+#: Gives the bins that rows are read of, from the first, as often as it is called.
+Bins = Callable[[], Iterator[Sequence[int]]]
+Rows = Generator[LoadedRow, None, None]
+
+
 class RowLoader:
     """From a bin to a :class:`LoadedRow`. Holds a table and a capture; used by one thread at a time.
 
@@ -272,7 +311,8 @@ class RowLoader:
         states: the capture.
         capacity: tokens per row.
         last_hidden: the capture's last layer is id n.
-        bad_samples: ``stop`` raises at the first bad sample; ``skip`` leaves it out and says so.
+        bad_samples: ``stop`` raises at the first bad sample; ``skip`` leaves it out and says so. What the verifier has
+            no finite states for is left out either way.
         statistics: read the teacher's statistics; without, training computes them with every row.
     """
 
@@ -298,6 +338,10 @@ class RowLoader:
         """Tokens that each sample of the table takes in a row."""
         return [min(length, self._capacity) for length in self._table.lengths]
 
+    def rows(self, bins: Bins, *, stopped: Callable[[], bool] = never, waits: Waits | None = None) -> Rows:
+        """The rows of *bins*, read ahead; as :func:`read_ahead`."""
+        return read_ahead(self, bins(), stopped=stopped, waits=waits)
+
     def __call__(self, bin_: Sequence[int]) -> LoadedRow:
         """Read every sample of *bin_*.
 
@@ -311,7 +355,7 @@ class RowLoader:
             try:
                 documents.append(self._read(prepared))
             except SampleError as error:
-                if self._bad_samples == "stop":
+                if self._bad_samples == "stop" and not isinstance(error, SampleRefused):
                     raise
                 skipped.append((prepared.sample_id, error.what))
         if not documents:
@@ -367,16 +411,30 @@ class _Failure:
 
 
 _END = object()
+#: Seconds between two looks at whether to stop.
+_POLL = 0.1
 
 
 def read_ahead(
-    load: Callable[[Item], Result], items: Iterator[Item], *, depth: int = 2
+    load: Callable[[Item], Result],
+    items: Iterator[Item],
+    *,
+    depth: int = 2,
+    stopped: Callable[[], bool] = never,
+    waits: Waits | None = None,
 ) -> Generator[Result, None, None]:
     """``map(load, items)``, in order, with up to *depth* results made ahead by one background thread.
 
     A thread, not processes: reading, checksums and copies release the interpreter's lock, states stay in one
     address space, and there is nothing to fork after torch has started its own threads. An error of *load* is raised
     where its result would have been. Closing the iterator ends the thread.
+
+    Args:
+        stopped: asked while there is no result yet. What is there is given, whatever it says.
+        waits: told how long was waited.
+
+    Raises:
+        Interrupted: it was asked to stop, and the next result was not there.
     """
     results: queue.Queue[object] = queue.Queue(maxsize=depth)
     stop = threading.Event()
@@ -389,6 +447,19 @@ def read_ahead(
             except queue.Full:
                 continue
         return False
+
+    def next_result() -> object:
+        began = time.monotonic()
+        try:
+            while True:
+                try:
+                    return results.get(timeout=_POLL)
+                except queue.Empty:
+                    if stopped():
+                        raise Interrupted from None
+        finally:
+            if waits is not None:
+                waits.seconds += time.monotonic() - began
 
     def work() -> None:
         try:
@@ -403,7 +474,7 @@ def read_ahead(
     thread = threading.Thread(target=work, name="draftsmith-rows", daemon=True)
     thread.start()
     try:
-        while (value := results.get()) is not _END:
+        while (value := next_result()) is not _END:
             if isinstance(value, _Failure):
                 raise value.error
             yield value  # type: ignore[misc]

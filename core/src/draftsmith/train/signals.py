@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
+
+from draftsmith.stages import is_first_rank
 
 __all__ = ["StopRequest"]
 
@@ -17,12 +20,26 @@ class StopRequest:
     """Context manager that turns the first SIGTERM or SIGINT into a request; a second one acts as before.
 
     Outside of the main thread Python cannot handle signals: there it does nothing, and nothing is ever requested.
+
+    Of several ranks all must stop at the same step, whichever of them received a signal, and when. There (after
+    :meth:`share`) a signal becomes a request only once all know of it.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
-        #: number of the signal received, or None.
+        self._shared = False
+        #: number of the signal that this process received, or None.
+        self.received: int | None = None
+        #: number of the signal to obey, or None.
         self.number: int | None = None
+
+    def share(self) -> None:
+        """From here on :meth:`agree` alone makes requests."""
+        self._shared, self.number = True, None
+
+    def agree(self, received: Iterable[int | None]) -> None:
+        """Obey the first signal among those that the ranks *received*."""
+        self.number = self.number or next(filter(None, received), None)
 
     def __bool__(self) -> bool:
         return self.number is not None
@@ -40,10 +57,14 @@ class StopRequest:
         self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
+        self.received = number
+        if not self._shared:
+            self.number = number
         self._restore()
+        if not is_first_rank():  # the first one tells it for all
+            return
         # Not print(): a handler may interrupt one, and buffered streams do not bear that.
-        os.write(2, f"\n{self.name}: saving after this step; a second one stops at once\n".encode())
+        os.write(2, f"\n{signal.Signals(number).name}: saving after this step; a second one stops at once\n".encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -1,7 +1,7 @@
 """One optimiser step, from packed rows to changed weights: forward, score, reduce, backward, clip, step.
 
 :func:`train_step` is what the loop calls and what the benchmarks time. Nothing here knows about files, epochs or
-progress. Shapes as in :mod:`draftsmith.interfaces`.
+progress; of several ranks each has its own rows of the step. Shapes as in :mod:`draftsmith.interfaces`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, Protocol
 
 import attrs
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from draftsmith.errors import NumericsError
+from draftsmith.errors import NumericsError, mark_shared
 from draftsmith.interfaces import DraftAlgorithm, DraftSlots, PackedRow, PositionLoss, ScoredSlots
+from draftsmith.train.distributed import ALONE, Ranks
 from draftsmith.train.metrics import Pairs, add_pairs, slot_metrics
 from draftsmith.train.optimizers import Optimizers
 from draftsmith.train.scoring import Teacher, score_slots
 
-__all__ = ["Objective", "RowScore", "StepResult", "reduce_loss", "score_row", "train_step"]
+__all__ = ["Objective", "RowScore", "RowSums", "StepResult", "gather_rows", "reduce_loss", "score_row", "train_step"]
 
 Reduction = Literal["masked_mean", "weighted_mean", "local_mean"]
 
@@ -45,6 +46,29 @@ class Objective:
     reduction: Reduction
     out_of_vocabulary: Literal["renormalise", "mask"]
     compute_dtype: torch.dtype
+
+
+class RowSums(Protocol):
+    """What a step needs of a row, whichever rank scored it: see :class:`RowScore`."""
+
+    @property
+    def value(self) -> Tensor: ...
+    @property
+    def denominator(self) -> Tensor: ...
+    @property
+    def counted(self) -> Tensor: ...
+    @property
+    def pairs(self) -> Pairs: ...
+
+
+@frozen
+class _GatheredRow:
+    """A row of any rank, in the CPU's memory."""
+
+    value: Tensor
+    denominator: Tensor
+    counted: Tensor
+    pairs: Pairs
 
 
 @frozen(kw_only=True)
@@ -170,14 +194,20 @@ def train_step(
     generators: Sequence[torch.Generator],
     *,
     clip_norm: float,
+    ranks: Ranks = ALONE,
 ) -> StepResult:
     """One optimiser step over *rows*; its loss is the mean over all their positions, not a mean of means.
 
     The denominator of a row is known only after its forward pass, so each row's gradient is accumulated times its
     own denominator, and the sum is divided by the total in the pass that clips.
 
+    Args:
+        rows, generators: this rank's of the step; it may have none.
+        ranks: all of which take the step together, and return the same.
+
     Raises:
         NumericsError: the loss or the gradient is not finite. Weights and optimiser state are untouched then.
+        DraftsmithError: another rank failed.
     """
     optimizers.zero_grad()
     scores = []
@@ -186,21 +216,59 @@ def train_step(
         if score.value.requires_grad:
             torch.autograd.backward(score.value * score.denominator)
         scores.append(_without_graph(score))
+    sums = gather_rows(ranks, scores)
+    _sum_gradients(ranks, optimizers.parameters)
     total, counted = (
-        torch.stack([getattr(score, name) for score in scores]).sum() if scores else torch.zeros(())
+        torch.stack([getattr(each, name) for each in sums]).sum() if sums else torch.zeros(())
         for name in ("denominator", "counted")
     )
     # Positions that do not count may be in the denominator, and a step of nothing would still move by its momentum.
     norm, scale = _clipped(optimizers.parameters, torch.where(counted > 0, total, 0.0), clip_norm)
-    finite = math.isfinite(norm) and all(math.isfinite(value) for value in _values(scores))
+    finite = math.isfinite(norm) and all(math.isfinite(value) for value in _values(sums))
     if not finite:
         optimizers.zero_grad()
-        raise _numerics_error(scores, rows, norm)
+        raise _numerics_error(ranks, scores, rows, norm)
     updated = scale is not None
     if scale is not None:
         torch._foreach_mul_(_gradients(optimizers.parameters), scale)
         optimizers.step()
-    return StepResult(pairs=add_pairs(score.pairs for score in scores), gradient_norm=norm, updated=updated)
+    return StepResult(pairs=add_pairs(each.pairs for each in sums), gradient_norm=norm, updated=updated)
+
+
+def gather_rows(ranks: Ranks, scores: Sequence[RowScore]) -> Sequence[RowSums]:
+    """The rows that all ranks scored, by place, so that sums over them are added up in the order of one process.
+
+    Raises:
+        DraftsmithError: another rank failed.
+    """
+    if ranks.world == 1:
+        return scores
+    return [_unpacked(row) for row in ranks.in_order(ranks.exchange([_packed(score) for score in scores]))]
+
+
+def _packed(score: RowScore) -> tuple[list[float], dict[str, list[float]]]:
+    values = torch.stack([score.value.detach(), score.denominator.detach(), score.counted]).tolist()
+    if not score.pairs:
+        return values, {}
+    table = torch.stack([pair.detach().to(torch.float64) for pair in score.pairs.values()]).tolist()
+    return values, dict(zip(score.pairs, table, strict=True))
+
+
+def _unpacked(row: tuple[list[float], dict[str, list[float]]]) -> RowSums:
+    value, denominator, counted = torch.tensor(row[0]).unbind()
+    pairs = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in row[1].items()}
+    return _GatheredRow(value, denominator, counted, pairs)
+
+
+def _sum_gradients(ranks: Ranks, parameters: Sequence[Tensor]) -> None:
+    """Add up over the ranks. A rank without rows has no gradients, and takes part with zeros."""
+    if ranks.world == 1:
+        return
+    present = ranks.exchange([parameter.grad is not None for parameter in parameters])
+    for parameter, somewhere in zip(parameters, map(any, zip(*present, strict=True)), strict=True):
+        if somewhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    ranks.sum_(_gradients(parameters))
 
 
 def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -244,21 +312,22 @@ def _clipped(parameters: Sequence[Tensor], total: Tensor, clip_norm: float) -> t
     return float(norm), clip / total
 
 
-def _values(scores: Sequence[RowScore]) -> list[float]:
+def _values(scores: Sequence[RowSums]) -> list[float]:
     return torch.stack([score.value for score in scores]).tolist() if scores else []
 
 
-def _numerics_error(scores: Sequence[RowScore], rows: Sequence[PackedRow], norm: float) -> NumericsError:
-    bad = [(score, row) for score, row in zip(scores, rows, strict=True) if not math.isfinite(float(score.value))]
+def _numerics_error(ranks: Ranks, scores: Sequence[RowScore], rows: Sequence[PackedRow], norm: float) -> NumericsError:
+    mine = [(math.isfinite(float(score.value)), score.culprits(row)) for score, row in zip(scores, rows, strict=True)]
+    found = ranks.in_order(ranks.exchange(mine))
+    bad = [culprits for finite, culprits in found if not finite]
     what = "loss" if bad else "gradient"
-    samples: dict[str, None] = {}
-    for score, row in bad or list(zip(scores, rows, strict=True)):
-        samples |= dict.fromkeys(score.culprits(row))
-    names = list(samples)
+    names = list(dict.fromkeys(name for culprits in bad or [each for _, each in found] for name in culprits))
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return NumericsError(
-        f"the {what} is not finite (gradient norm {norm})",
-        where=f"samples {shown}",
-        hint="no weight was changed, and the last checkpoint is intact; check these samples, lower the learning rate, "
-        "or compute in float32",
+    return mark_shared(
+        NumericsError(
+            f"the {what} is not finite (gradient norm {norm})",
+            where=f"samples {shown}",
+            hint="no weight was changed, and the last checkpoint is intact; check these samples, lower the learning "
+            "rate, or compute in float32",
+        )
     )

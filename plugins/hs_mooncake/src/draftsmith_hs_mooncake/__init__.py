@@ -1,0 +1,1 @@
+"""Hidden states through a Mooncake store; importing this costs nothing (see :mod:`draftsmith_hs_mooncake.plugin`)."""

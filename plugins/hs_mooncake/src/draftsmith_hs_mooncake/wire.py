@@ -1,0 +1,202 @@
+"""What lies in the store, version 1: keys, and the records that give them a meaning. Torch-free.
+
+::
+
+    hs1/<run>/layout/<slot>                  record: the layout of the run's samples
+    hs1/<run>/claim/<slot>                   record: which training run works there
+    hs1/<run>/s/<sample id>/m<slot>          record: the manifest, which commits the sample
+    hs1/<run>/s/<sample id>/<attempt>/<n>    data: chunk 0 is the token ids (int64), the others the states, in order
+
+The store cannot replace an object: a second put of a key is ignored, and reading a key that is removed and put anew
+gives a mixture without an error. So data has a key of its own in every attempt, and is never read without a checksum.
+A record must be found without knowing the attempt, so its key is one of :data:`SLOTS`; it carries a checksum and its
+own name, so that a mixture is found out, and a slot whose writer died (the store blocks it for 30 s) is passed over.
+
+A record is 16 hex digits, the xxh3-64 of what follows, then JSON. Of several valid ones in the slots of one name the
+youngest counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import xxhash
+from attrs import frozen
+
+from draftsmith.interfaces import StateLayout
+
+__all__ = [
+    "RECORD_BYTES",
+    "SLOTS",
+    "FormatError",
+    "Manifest",
+    "chunk_sizes",
+    "claim_name",
+    "committed_sample",
+    "decode",
+    "encode",
+    "is_sample_id",
+    "layout_from",
+    "layout_name",
+    "manifest_name",
+    "run_of",
+    "run_prefix",
+    "run_regex",
+    "slots_of",
+]
+
+VERSION = 1
+SLOTS = 4
+#: The longest record: a manifest of some thousand chunks.
+RECORD_BYTES = 64 << 10
+_ROOT = "hs1/"
+_SUM = 16
+_SAMPLE_ID = re.compile(r"[0-9a-f]{32}")
+_COMMIT = re.compile(r"s/([0-9a-f]{32})/m[0-9]")
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class FormatError(Exception):
+    """What lies under a key is not what the format promises. The caller knows the sample, and raises a typed error."""
+
+
+def is_sample_id(text: object) -> bool:
+    """Whether *text* is 32 lower-case hexadecimal digits."""
+    return isinstance(text, str) and _SAMPLE_ID.fullmatch(text) is not None
+
+
+# --- keys --------------------------------------------------------------------------------------------------------
+
+
+def run_prefix(run: str) -> str:
+    return f"{_ROOT}{run}/"
+
+
+def run_regex(run: str) -> str:
+    """A pattern, in the grammar of C++, for every key of the run."""
+    return "^" + run_prefix(run).replace(".", "[.]") + ".*"
+
+
+def run_of(key: str) -> str | None:
+    """The run that a key belongs to; None where it is not one of ours."""
+    root, _, rest = key.partition("/")
+    run, found, _ = rest.partition("/")
+    return run if root + "/" == _ROOT and found and run else None
+
+
+def layout_name(run: str) -> str:
+    return run_prefix(run) + "layout/"
+
+
+def claim_name(run: str) -> str:
+    return run_prefix(run) + "claim/"
+
+
+def _sample_prefix(run: str, sample_id: str) -> str:
+    return f"{run_prefix(run)}s/{sample_id}/"
+
+
+def manifest_name(run: str, sample_id: str) -> str:
+    return _sample_prefix(run, sample_id) + "m"
+
+
+def slots_of(name: str) -> list[str]:
+    """The keys under which the record *name* may lie."""
+    return [f"{name}{slot}" for slot in range(SLOTS)]
+
+
+def committed_sample(run: str, key: str) -> str | None:
+    """The sample that *key* may commit; None where it is another kind of key."""
+    prefix = run_prefix(run)
+    found = _COMMIT.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
+    return found.group(1) if found else None
+
+
+# --- records -----------------------------------------------------------------------------------------------------
+
+
+def encode(name: str, values: Mapping[str, Any]) -> bytes:
+    """The record *name*. Two calls never give the same bytes, so that a writer can tell its own."""
+    body = {**values, "version": VERSION, "name": name, "time_ns": time.time_ns(), "token": secrets.token_hex(8)}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    if _SUM + len(text) > RECORD_BYTES:
+        raise FormatError(f"the record needs {_SUM + len(text)} bytes, and {RECORD_BYTES} are allowed")
+    return xxhash.xxh3_64_hexdigest(text).encode() + text
+
+
+def decode(name: str, data: bytes) -> dict[str, Any]:
+    """The values of a record.
+
+    Raises:
+        FormatError: no record, another version, another name, or other bytes than were written.
+    """
+    if xxhash.xxh3_64_hexdigest(data[_SUM:]).encode() != data[:_SUM]:
+        raise FormatError("the record does not match its checksum")
+    values: dict[str, Any] = json.loads(data[_SUM:])
+    if values["version"] != VERSION:
+        raise FormatError(f"the record's version is {values['version']}; this release reads version {VERSION}")
+    if values["name"] != name:
+        raise FormatError(f"the record is that of {values['name']!r}")
+    return values
+
+
+def layout_from(values: Mapping[str, Any]) -> StateLayout:
+    return StateLayout(**{**values, "layer_ids": tuple(values["layer_ids"])})
+
+
+@frozen(kw_only=True)
+class Manifest:
+    """What commits a sample.
+
+    Attributes:
+        attempt: names the chunks.
+        tokens: T.
+        sizes: bytes of each chunk; the first is the token ids.
+        sums: xxh3-64 of each, 16 hex digits.
+    """
+
+    sample_id: str
+    attempt: str
+    layout: StateLayout
+    tokens: int
+    sizes: tuple[int, ...]
+    sums: tuple[str, ...]
+
+    def values(self) -> dict[str, Any]:
+        return attrs.asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Manifest:
+        """Raises: FormatError: the sizes are not those of the layout and the tokens."""
+        names = [each.name for each in attrs.fields(cls)]
+        read = {**{name: values[name] for name in names}, "layout": layout_from(values["layout"])}
+        manifest = cls(**{**read, "sizes": tuple(read["sizes"]), "sums": tuple(read["sums"])})
+        token_bytes, state_bytes = 8 * manifest.tokens, _state_bytes(manifest.layout, manifest.tokens)
+        if manifest.sizes[0] != token_bytes or sum(manifest.sizes[1:]) != state_bytes:
+            raise FormatError(f"its chunks have {manifest.sizes} bytes, the sample {token_bytes} and {state_bytes}")
+        return manifest
+
+    def keys(self, run: str) -> list[str]:
+        """The keys of its chunks, in order."""
+        prefix = _sample_prefix(run, self.sample_id)
+        return [f"{prefix}{self.attempt}/{place:04d}" for place in range(len(self.sizes))]
+
+
+def _state_bytes(layout: StateLayout, tokens: int) -> int:
+    return tokens * len(layout.layer_ids) * layout.hidden_size * _WIDTHS[layout.dtype]
+
+
+def chunk_sizes(token_bytes: int, state_bytes: int, chunk: int) -> tuple[int, ...]:
+    """Bytes of each chunk: the token ids, then the states in pieces of *chunk* bytes and a rest."""
+    whole, rest = divmod(state_bytes, chunk)
+    return (token_bytes, *([chunk] * whole), *([rest] if rest else []))
+
+
+def youngest(records: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    return max(records, key=lambda each: int(each["time_ns"]), default=None)
