@@ -20,6 +20,7 @@ __all__ = [
     "DiskSpaceError",
     "DraftsmithError",
     "EndpointFailed",
+    "EndpointMismatch",
     "FingerprintMismatch",
     "NumericsError",
     "OutputError",
@@ -223,6 +224,10 @@ class EndpointFailed(ServingError):
     def __init__(self, what: str, *, endpoint: str, hint: str | None = None) -> None:
         self.endpoint = endpoint
         super().__init__(what, where=endpoint, hint=hint)
+
+
+class EndpointMismatch(UserError):
+    """A capture endpoint works, and would capture something else than this run needs; says what differs."""
 
 
 class TransportError(DraftsmithError):

@@ -710,6 +710,13 @@ class HiddenStateTransport(ABC):
             TransportError: the store cannot be reached.
         """
 
+    def place(self) -> str:
+        """Names where the samples are, alike on every host that puts or reads them there; without a secret in it.
+
+        A trainer compares it with what a capture server says, before the first sample. By default the folder.
+        """
+        return str(self.location.absolute())
+
     def compact(self, layout: StateLayout) -> None:
         """Bring the samples into their resting form, called when a capture is complete. Safe to kill and repeat."""
 

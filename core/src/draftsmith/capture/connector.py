@@ -10,14 +10,19 @@ last prompt token is scheduled.
 It works on CPUs and GPUs, and knows no transport: the address of one comes in ``kv_connector_extra_config``. Each
 request carries its sample id and a digest of its token ids; both are checked against what the engine really ran.
 
+What became of a sample is told by one line in the file (or named pipe) ``reports``. With ``on_error: stop`` a sample
+that cannot be stored ends the engine, as an engine that captures for one process should; with ``on_error: report``, a
+server's, it fails that sample alone.
+
 Imported by vLLM only (``kv_connector_module_path``), with vLLM present.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -34,7 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from draftsmith.capture.address import TransportAddress
-from draftsmith.capture.engines.messages import token_digest
+from draftsmith.capture.engines.messages import REQUEST_KEY, is_sample_id, report_line, token_digest
 from draftsmith.capture.finite import refusal
 from draftsmith.interfaces import HiddenStateSample, HiddenStateWriter
 
@@ -46,8 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HiddenStateConnector"]
 
-#: Key of ``kv_transfer_params`` of a request.
-REQUEST_KEY = "draftsmith"
+#: Seconds that a report waits for a reader that does not keep up.
+_REPORT_PATIENCE = 30.0
 
 
 @frozen
@@ -90,6 +95,7 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._tracked: dict[str, _Tracked] = {}
         self._reports = str(extra["reports"])
         self._writers = int(extra.get("writer_threads", 4))
+        self._stop_on_error = extra.get("on_error", "stop") == "stop"
         self._worker: _Worker | None = None
 
     # --- in the scheduler ---------------------------------------------------------------------------------------
@@ -122,11 +128,11 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def _track(self, new: Any) -> None:
         extra = (new.sampling_params.extra_args or {}) if new.sampling_params is not None else {}
         wanted = (extra.get("kv_transfer_params") or {}).get(REQUEST_KEY)
-        if wanted is None:  # a request that is not part of the capture, such as a warm-up
-            return
+        if not isinstance(wanted, Mapping) or not is_sample_id(wanted.get("sample_id")):
+            return  # a request that is not part of the capture, such as a warm-up
         self._tracked[new.req_id] = _Tracked(
             sample_id=wanted["sample_id"],
-            digest=wanted["digest"],
+            digest=str(wanted.get("digest")),
             token_ids=list(new.prompt_token_ids or []),
             block_ids=list(new.block_ids[self._group]),
             computed=new.num_computed_tokens,
@@ -162,7 +168,7 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             raise RuntimeError(f"expected one layer that caches hidden states, found {sorted(layers)}")
         (name,) = layers
         if get_tensor_model_parallel_rank() == 0:  # the residual stream is the same on every rank
-            self._worker = _Worker(kv_caches[name], self._address, self._reports, self._writers)
+            self._worker = _Worker(kv_caches[name], self._address, self._reports, self._writers, self._stop_on_error)
 
     def wait_for_save(self) -> None:
         if self._worker is None or not self.has_connector_metadata():
@@ -222,24 +228,31 @@ class _Worker:
     address: TransportAddress
     reports: str
     threads: int
+    stop_on_error: bool = True
     _writer: HiddenStateWriter | None = None
     _pool: ThreadPoolExecutor | None = None
     _pending: list[Future[None]] = field(factory=list)
     _lock: threading.Lock = field(factory=threading.Lock)
+    _opening: threading.Lock = field(factory=threading.Lock)
 
     def publish(self, ready: _Ready) -> None:
         """Copy the states now, before the next step may overwrite them; store them in the background.
 
         Raises:
-            TransportError: an earlier sample could not be stored.
+            TransportError: an earlier sample could not be stored, and that ends the engine.
         """
-        self._raise_failures()
+        self._settle()
         if token_digest(ready.token_ids) != ready.digest:
-            self._report(ready.sample_id, "failed", "the engine ran other token ids than were asked for")
+            self._report(ready, "failed", "the engine ran other token ids than were asked for")
             return
-        states = self._gather(ready.block_ids, len(ready.token_ids))
+        try:
+            states = self._gather(ready.block_ids, len(ready.token_ids))
+        except RuntimeError as error:
+            if self.stop_on_error:
+                raise
+            self._report(ready, "failed", str(error))
+            return
         if self._pool is None:  # built here, in the process that uses it
-            self._writer = self.address.open().writer(self.address.state_layout())
             self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="draftsmith-states")
         while (
             len(self._pending) > 4 * self.threads
@@ -261,37 +274,59 @@ class _Worker:
         return states.to(getattr(torch, self.address.layout["dtype"])).contiguous().cpu()
 
     def _store(self, ready: _Ready, states: torch.Tensor) -> None:
-        assert self._writer is not None
+        """Store and report.
+
+        Raises:
+            TransportError, DiskSpaceError: as the transport, where that is to end the engine.
+        """
+        try:
+            status, why = self._put(ready, states)
+        except Exception as error:
+            self._report(ready, "failed", getattr(error, "what", None) or str(error), type(error).__name__)
+            if self.stop_on_error:
+                raise
+        else:
+            self._report(ready, status, why)
+
+    def _put(self, ready: _Ready, states: torch.Tensor) -> tuple[str, str]:
         if not bool(states[:, -1].any(dim=-1).all()):
-            self._report(ready.sample_id, "failed", "the engine finished the row without caching all of its states")
-            return
-        sample = HiddenStateSample(
-            sample_id=ready.sample_id, token_ids=torch.tensor(ready.token_ids), hidden_states=states
-        )
+            return "failed", "the engine finished the row without caching all of its states"
         reason = refusal(states)
         if reason is not None:
-            self._report(ready.sample_id, "refused", reason)
-            return
-        try:
-            self._writer.put(sample)
-            self._writer.flush()
-        except Exception as error:
-            self._report(ready.sample_id, "failed", getattr(error, "what", None) or str(error), type(error).__name__)
-            raise
-        else:
-            self._report(ready.sample_id, "stored")
+            return "refused", reason
+        writer = self._open_writer()
+        writer.put(
+            HiddenStateSample(sample_id=ready.sample_id, token_ids=torch.tensor(ready.token_ids), hidden_states=states)
+        )
+        writer.flush()
+        return "stored", ""
 
-    def _report(self, sample_id: str, status: str, why: str = "", kind: str = "") -> None:
-        """One line in a file, so that the process that asked learns it, in whichever process this one is."""
-        line = json.dumps({"sample_id": sample_id, "status": status, "why": why, "kind": kind}) + "\n"
+    def _open_writer(self) -> HiddenStateWriter:
+        """The one writer; a store that could not be reached is tried again by the next sample."""
+        with self._opening:
+            if self._writer is None:
+                self._writer = self.address.open().writer(self.address.state_layout())
+            return self._writer
+
+    def _report(self, ready: _Ready, status: str, why: str = "", kind: str = "") -> None:
+        """One line, so that the process that asked learns it, in whichever process this one is."""
+        line = report_line(
+            sample_id=ready.sample_id,
+            status=status,
+            why=why,
+            kind=kind,
+            tokens=len(ready.token_ids),
+            digest=token_digest(ready.token_ids),
+        )
         with self._lock:
-            descriptor = os.open(self.reports, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+            _append(self.reports, line)
 
-    def _raise_failures(self) -> None:
+    def _settle(self) -> None:
+        """Forget what is done.
+
+        Raises:
+            TransportError: of a sample that could not be stored.
+        """
         waiting = []
         for each in self._pending:
             if each.done():
@@ -305,3 +340,24 @@ class _Worker:
             self._pool.shutdown()
         if self._writer is not None:
             self._writer.close()
+
+
+def _append(path: str, line: bytes) -> None:
+    """Append *line* to a file, or to a named pipe: in one piece, and never waiting for long for whoever reads it."""
+    deadline = time.monotonic() + _REPORT_PATIENCE
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a pipe that nobody reads any more: nobody waits for the report either
+                return
+            raise
+        try:
+            os.write(descriptor, line)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return
+        finally:
+            os.close(descriptor)
+        time.sleep(0.01)

@@ -38,7 +38,14 @@ if TYPE_CHECKING:
 
     from draftsmith.config.resolve import ResolvedRun
 
-__all__ = ["capture_fingerprint", "capture_settings", "make_engine", "run_capture"]
+__all__ = [
+    "capture_fingerprint",
+    "capture_settings",
+    "capture_setup",
+    "dtype_of_verifier",
+    "make_engine",
+    "run_capture",
+]
 
 #: Rows whose tokens are read and sent to an engine at a time, so that a long capture does not hold them all.
 _WAVE_ROWS = 4096
@@ -136,7 +143,21 @@ def make_engine(
     longest: int,
 ) -> CaptureEngine:
     """The engine called *name*; loads nothing before it is entered."""
-    setup = CaptureSetup(
+    setup = capture_setup(run, layout, longest=longest)
+    if name == "vllm":
+        from draftsmith.capture.engines.vllm import VllmEngine
+
+        setup = attrs.evolve(setup, dtype=dtype_of_verifier(setup))
+        address = TransportAddress.of(run.transport, run.transport_options, run.folders.states / SAMPLES, layout)
+        return VllmEngine(setup, address)
+    from draftsmith.capture.engines.transformers import TransformersEngine
+
+    return TransformersEngine(setup, lambda: transport.writer(layout))
+
+
+def capture_setup(run: ResolvedRun, layout: StateLayout, *, longest: int) -> CaptureSetup:
+    """What an engine of *run* is built from; the longest row has *longest* tokens."""
+    return CaptureSetup(
         verifier=run.verifier,
         layout=layout,
         dtype=run.recipe.capture.dtype,
@@ -145,18 +166,9 @@ def make_engine(
         work_folder=run.folders.states / WORK,
         trust_remote_code=run.recipe.trust_remote_code,
     )
-    if name == "vllm":
-        from draftsmith.capture.engines.vllm import VllmEngine
-
-        setup = attrs.evolve(setup, dtype=_dtype_of_verifier(setup))
-        address = TransportAddress.of(run.transport, run.transport_options, run.folders.states / SAMPLES, layout)
-        return VllmEngine(setup, address)
-    from draftsmith.capture.engines.transformers import TransformersEngine
-
-    return TransformersEngine(setup, lambda: transport.writer(layout))
 
 
-def _dtype_of_verifier(setup: CaptureSetup) -> str:
+def dtype_of_verifier(setup: CaptureSetup) -> str:
     """``auto`` resolved as the other engine resolves it, so that both compute alike."""
     from draftsmith.capture.engines.transformers import own_dtype, verifier_dtype
     from draftsmith.device import resolve_device

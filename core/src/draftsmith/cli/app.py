@@ -13,12 +13,13 @@ from draftsmith.stages import process_count
 
 __all__ = ["COMMANDS", "dispatch"]
 
-#: name → summary. The module of a command is ``draftsmith.cli.NAME``, with ``configure(parser)`` and
-#: ``execute(arguments)``. The table spares importing all of them to print the help.
+#: name → summary. The module of a command is ``draftsmith.cli.NAME`` (with ``_`` for a space), with
+#: ``configure(parser)`` and ``execute(arguments)``. The table spares importing all of them to print the help.
 COMMANDS = {
     "run": "do the whole job: prepare, capture, train, export, verify",
     "prepare": "conversations to token ids, loss mask and vocabulary map",
     "capture": "hidden states of the verifier, through a transport",
+    "capture serve": "start a vLLM server that captures for training on other hosts",
     "train": "train the draft; a killed run goes on where it stopped",
     "export": "write the checkpoint that vLLM serves",
     "verify": "serve the checkpoint in vLLM; compare with the verifier alone and the simulator",
@@ -66,12 +67,14 @@ _SHARED = ("train",)
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
+    if arguments and f"{name} {arguments[0]}" in COMMANDS:  # a recipe of that name is ./NAME
+        name, arguments = f"{name} {arguments[0]}", arguments[1:]
     if name not in _SHARED and process_count() > 1:
         from draftsmith.pipeline import only_training_is_shared
 
         raise mark_shared(only_training_is_shared(process_count()))
     if name in COMMANDS:
-        module = importlib.import_module(f"draftsmith.cli.{name}")
+        module = importlib.import_module(f"draftsmith.cli.{name.replace(' ', '_')}")
         parser = common.Parser(prog=f"draftsmith {name}", description=module.__doc__, formatter_class=common.Raw)
         module.configure(parser)
         code = module.execute(parser.parse_args(arguments))

@@ -22,6 +22,7 @@ __all__ = [
     "Parser",
     "Raw",
     "add_plugin_options",
+    "add_recipe_options",
     "add_run_options",
     "disabled",
     "load_run",
@@ -67,7 +68,7 @@ def add_plugin_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     """What every command that takes a recipe has."""
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help="YAML file that describes the run")
     parser.add_argument(
@@ -78,11 +79,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override a value, such as train.epochs=5 (repeatable)",
     )
+    add_plugin_options(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that runs stages of a recipe has."""
+    add_recipe_options(parser)
     parser.add_argument(
         "--overwrite", action="store_true", help="make stages anew whose stored output was made from other inputs"
     )
     parser.add_argument("--explain", action="store_true", help="print every value and where it came from, and stop")
-    add_plugin_options(parser)
 
 
 def open_registry(

@@ -521,6 +521,8 @@ class _Resolver:
     # --- files --------------------------------------------------------------------------------------------------
 
     def data(self) -> None:
+        if not self.stages:
+            return  # conversations need not be where a server captures for a run elsewhere
         data = self.recipe.data
         if not data.sources and not self.is_broken("data.sources"):
             self.report("data.sources", "no conversations are named", "data: {sources: [conversations.jsonl]}")

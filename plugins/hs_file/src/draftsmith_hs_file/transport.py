@@ -36,6 +36,9 @@ class FileTransport(HiddenStateTransport):
     def reader(self, layout: StateLayout) -> HiddenStateReader:
         return FileReader(Store(self.folder, layout))
 
+    def place(self) -> str:
+        return str(self.folder.absolute())
+
     def compact(self, layout: StateLayout) -> None:
         compact(Store(self.folder, layout), self.options)
 

@@ -25,6 +25,7 @@ __all__ = [
     "choose_engine",
     "verifier_problem",
     "vllm_problem",
+    "vllm_unsuited",
 ]
 
 
@@ -133,20 +134,34 @@ def verifier_problem(verifier: VerifierFacts) -> str | None:
     return None
 
 
+def vllm_unsuited(verifier: VerifierFacts | None = None) -> tuple[str, str] | None:
+    """Why the installed vLLM cannot capture (this *verifier*, where one is given), and what to do; None: it can."""
+    problem = vllm_problem()
+    if problem is not None:
+        return problem, "install vLLM"
+    if verifier is None:
+        return None
+    problem = verifier_problem(verifier)
+    if problem is not None:
+        return problem, "install a version of vLLM whose class of that name does"
+    if has_linear_layers(verifier):
+        return (
+            "vLLM's hidden states of models with layers of linear attention are not proved to be the model's",
+            "capture where transformers can",
+        )
+    return None
+
+
 def choose_engine(name: str, verifier: VerifierFacts | None = None) -> str:
     """``vllm`` or ``transformers``; ``auto`` is vllm where it can be used, for this *verifier* where one is given.
 
     Raises:
         ServingError: vllm is asked for and cannot be used.
     """
-    problem, remedy = vllm_problem(), "install vLLM"
-    if problem is None and verifier is not None:
-        problem, remedy = verifier_problem(verifier), "install a version of vLLM whose class of that name does"
-        if problem is None and has_linear_layers(verifier):
-            problem = "vLLM's hidden states of models with layers of linear attention are not proved to be the model's"
-            remedy = "capture where transformers can"
+    unsuited = vllm_unsuited(verifier)
     if name == "auto":
-        return "transformers" if problem else "vllm"
-    if name == "vllm" and problem:
+        return "transformers" if unsuited else "vllm"
+    if name == "vllm" and unsuited:
+        problem, remedy = unsuited
         raise ServingError(problem, where="capture.engine", hint=f"use engine: transformers, or {remedy}")
     return name

@@ -26,7 +26,7 @@ from draftsmith.capture.engines.messages import token_digest
 from draftsmith.errors import DiskSpaceError, DraftsmithError, FingerprintMismatch, TransportError
 from draftsmith.serving.vllm_process import error_from_log, vllm_environment
 
-__all__ = ["VllmEngine", "engine_arguments"]
+__all__ = ["VllmEngine", "engine_arguments", "engine_environment"]
 
 _SEQUENCES = 64
 #: Forward passes' worth of tokens that are sent to the child at a time.
@@ -40,11 +40,17 @@ _TYPED: Mapping[str, type[DraftsmithError]] = {
 }
 
 
-def engine_arguments(setup: CaptureSetup, address: TransportAddress, reports: Path) -> dict[str, Any]:
+def engine_arguments(
+    setup: CaptureSetup, address: TransportAddress, reports: Path, *, on_error: str = "stop"
+) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM``. Plain values; the child turns the transfer configuration into its class.
 
     Prefix caching is off: a cached prefix is not computed, and so leaves no states. Two tokens beyond the longest row
     are allowed for: the one that vLLM generates, and the one that the extraction "drafts".
+
+    Args:
+        reports: file, or named pipe, to which the connector appends what became of each sample.
+        on_error: a sample that cannot be stored ends the engine (``stop``), or fails alone (``report``).
     """
     return {
         "model": str(setup.verifier.path),
@@ -68,9 +74,33 @@ def engine_arguments(setup: CaptureSetup, address: TransportAddress, reports: Pa
             "kv_connector": "HiddenStateConnector",
             "kv_connector_module_path": "draftsmith.capture.connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"transport": address.to_json(), "reports": str(reports)},
+            "kv_connector_extra_config": {
+                "transport": address.to_json(),
+                "reports": str(reports),
+                "on_error": on_error,
+            },
         },
     }
+
+
+def engine_environment(setup: CaptureSetup) -> dict[str, str]:
+    """The environment of a process that runs the engine, as a copy of this process's."""
+    environment = vllm_environment()
+    if "VLLM_CPU_KVCACHE_SPACE" in environment and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(_cache_gibibytes(setup))
+    if setup.longest + 2 > setup.verifier.max_position_embeddings:
+        # Only positions of the row itself are ever computed; the two extra ones are bookkeeping.
+        environment["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    return environment
+
+
+def _cache_gibibytes(setup: CaptureSetup) -> int:
+    """Room for the longest row and two passes beside it, at four bytes a value, and as much again for slack."""
+    facts, layout = setup.verifier, setup.layout
+    values = 2 * facts.num_layers * facts.num_key_value_heads * facts.head_dim
+    values += len(layout.layer_ids) * layout.hidden_size
+    tokens = setup.longest + 2 * setup.batch_tokens
+    return max(1, math.ceil(2 * 4 * values * tokens / 2**30))
 
 
 class VllmEngine(CaptureEngine):
@@ -101,7 +131,7 @@ class VllmEngine(CaptureEngine):
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=self._environment(),
+                    env=engine_environment(self._setup),
                     pass_fds=(write_end,),
                     text=True,
                     start_new_session=True,
@@ -118,23 +148,6 @@ class VllmEngine(CaptureEngine):
             self.__exit__(None, None, None)
             raise
         return self
-
-    def _environment(self) -> dict[str, str]:
-        environment = vllm_environment()
-        if "VLLM_CPU_KVCACHE_SPACE" in environment and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            environment["VLLM_CPU_KVCACHE_SPACE"] = str(self._cache_gibibytes())
-        if self._setup.longest + 2 > self._setup.verifier.max_position_embeddings:
-            # Only positions of the row itself are ever computed; the two extra ones are bookkeeping.
-            environment["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-        return environment
-
-    def _cache_gibibytes(self) -> int:
-        """Room for the longest row and two passes beside it, at four bytes a value, and as much again for slack."""
-        facts, layout = self._setup.verifier, self._setup.layout
-        values = 2 * facts.num_layers * facts.num_key_value_heads * facts.head_dim
-        values += len(layout.layer_ids) * layout.hidden_size
-        tokens = self._setup.longest + 2 * self._setup.batch_tokens
-        return max(1, math.ceil(2 * 4 * values * tokens / 2**30))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

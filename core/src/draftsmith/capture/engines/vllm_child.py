@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from draftsmith.capture.engines.messages import capture_parameters
+
 _PR_SET_PDEATHSIG = 1
 #: Seconds without any news of a state that the engine says it computed.
 _PATIENCE = 120.0
@@ -97,7 +99,7 @@ def _run(llm: Any, samples: Sequence[tuple[str, str, list[int]]]) -> None:
                 max_tokens=1,
                 temperature=0.0,
                 detokenize=False,
-                extra_args={"kv_transfer_params": {"draftsmith": {"sample_id": sample_id, "digest": digest}}},
+                extra_args={"kv_transfer_params": capture_parameters(sample_id, digest)},
             )
             for sample_id, digest, _ in samples
         ],
