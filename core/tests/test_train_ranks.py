@@ -217,6 +217,18 @@ def test_a_killed_rank_ends_all_and_nothing_is_lost_or_doubled(case, captured, u
 
 
 @pytest.mark.slow
+def test_the_launcher_starts_all_again_after_a_kill(captured, uninterrupted, tmp_path):
+    run = Copy(captured, tmp_path)
+    process = run.start([*TORCHRUN, "--max-restarts", "1", "-m", "draftsmith", "train"])
+    run.wait_for_steps(process, 5)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "going on after step" in output
+    assert_same_training(uninterrupted, run)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["launcher", "rank 0", "rank 1"])
 def test_a_signal_to_any_stops_all_at_one_step(captured, uninterrupted, tmp_path, whom):
     run = Copy(captured, tmp_path, **{"train.checkpoint_every": 1000, "train.validate_every": 1000})

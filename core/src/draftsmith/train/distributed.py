@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from draftsmith.errors import ConfigError, DraftsmithError, Problem, RanksLost, is_shared, mark_shared
 from draftsmith.stages import process_count
@@ -166,14 +168,16 @@ def join(device: str = "auto", *, timeout: float = 1800.0) -> Iterator[Ranks]:
 
 def _initialise(device: str, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
-    try:
-        if device == "cpu" or not torch.cuda.is_available():
-            dist.init_process_group("gloo", timeout=limit)
-            return
-        gpu = _own_gpu()
+    gpu = None if device == "cpu" or not torch.cuda.is_available() else _own_gpu()
+    if gpu is not None:
         torch.cuda.set_device(gpu)
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+        # torchrun's store may outlive the processes of an attempt: the next must not find their addresses there.
+        store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         # What is agreed upon goes through the CPU: it must not wait for what the GPU still computes.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit, device_id=gpu)
+        backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu)
     except ValueError as error:  # a variable of the environment is missing
         raise ConfigError(
             [
@@ -184,7 +188,7 @@ def _initialise(device: str, timeout: float) -> None:
                 )
             ]
         ) from error
-    except dist.DistError as error:
+    except RuntimeError as error:
         raise _gone(error) from error
 
 
