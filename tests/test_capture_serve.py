@@ -23,14 +23,16 @@ import httpx
 import pytest
 import torch
 
+from draftsmith.capture import engines
 from draftsmith.capture.address import TransportAddress, open_transport
 from draftsmith.capture.endpoints import CapturePool, EndpointFailed, Expected, ServerEndpoint
 from draftsmith.capture.engines import CaptureSetup, Request
 from draftsmith.capture.engines.messages import capture_parameters, token_digest
 from draftsmith.capture.engines.vllm import VllmEngine
-from draftsmith.capture.server.command import online_layout
+from draftsmith.capture.server.command import capture_server
+from draftsmith.capture.states import state_layout
 from draftsmith.cli.common import load_run
-from draftsmith.errors import EndpointMismatch, ServingError
+from draftsmith.errors import EndpointMismatch, ServingError, UserError, VerifierError
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith_hs_file.options import FileOptions
 from draftsmith_hs_file.plugin import draftsmith_transports
@@ -102,7 +104,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_text(
         f"verifier: {verifier}\nalgorithm: eagle3\noutput: {folder / 'out'}\ntransport: hs_file\n"
         f"data: {{sources: [elsewhere.jsonl], max_length: {LONGEST}}}\n"
-        "capture: {dtype: float32, store_dtype: float32, batch_tokens: 128}\n"
+        "capture: {mode: online, dtype: float32, store_dtype: float32, batch_tokens: 128}\n"
     )
     return path
 
@@ -128,7 +130,7 @@ def transport(run):
 
 @pytest.fixture(scope="module")
 def layout(run):
-    return online_layout(run)
+    return state_layout(run)
 
 
 @pytest.fixture(scope="module")
@@ -362,6 +364,26 @@ def test_frozen_then_killed_the_other_server_does_its_work(server, recipe, expec
         second.stop()
 
 
+def test_a_draft_is_trained_on_what_the_server_captures(server, recipe, run, transport, layout) -> None:
+    """The same recipe on both sides; every row of both epochs is captured, and nothing stays."""
+    chats = [
+        {"messages": [{"role": "user", "content": f"count to {n}"}, {"role": "assistant", "content": "1 2 3 " * n}]}
+        for n in range(2, 14)
+    ]
+    (recipe.parent / "elsewhere.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats))
+    settings = [f"online.endpoints=[{server.url}]", "train.epochs=2", "train.tokens_per_row=128", "observers=[]"]
+    command = [sys.executable, "-m", "draftsmith", "run", str(recipe), "--until", "train", "--overwrite"]
+    told = subprocess.run(
+        [*command, *(word for each in settings for word in ("--set", each))], capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    record = json.loads((run.folders.output / "training" / "stage.json").read_text())
+    assert record["complete"]
+    assert record["summary"]["online"]["captured"] >= 2 * len(chats)
+    with transport.reader(layout) as reader:
+        assert not reader.complete_ids()
+
+
 # --- without a server ---------------------------------------------------------------------------------------------
 
 
@@ -393,6 +415,26 @@ def test_something_else_answers_there(expected, tmp_path) -> None:
                     time.sleep(0.2)
         finally:
             child.kill()
+
+
+def test_what_cannot_serve_captures_is_told_before_anything_starts(run, recipe, monkeypatch) -> None:
+    def refused(run, error, says):
+        with pytest.raises(error, match=says):
+            capture_server(run, host="127.0.0.1", port=8000)
+
+    for problem in (
+        "vLLM is not installed",
+        "the installed vLLM is too old: it has no method to extract hidden states",
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(engines, "vllm_problem", lambda problem=problem: problem)
+            refused(run, ServingError, problem)
+    untapped = attrs.evolve(run.verifier, architectures=("MiMoForCausalLM",))
+    refused(attrs.evolve(run, verifier=untapped), ServingError, "does not hand out the hidden states of MiMo")
+    hybrid = attrs.evolve(run.verifier, text_config={**run.verifier.text_config, "mamba_d_state": 16})
+    refused(attrs.evolve(run, verifier=hybrid), VerifierError, "hybrid")
+    offline = load_run(recipe, ["capture.mode=offline"], stages=())
+    refused(offline, UserError, "the recipe captures in a stage of its own")
 
 
 def test_the_command_can_be_pasted(recipe) -> None:

@@ -355,3 +355,40 @@ def test_a_row_asked_for_twice_at_once_is_captured_once_and_answered_twice(make_
     with CapturePool([EngineEndpoint(make_engine())], in_flight=4, patience=30, say=print) as pool:
         first, second = pool.submit(row), pool.submit(row)
         assert first.result(20).sample_id == second.result(20).sample_id == row.sample_id
+
+
+def test_an_endpoint_that_comes_back_as_something_else_is_left_alone_and_told_of() -> None:
+    changed, good = Tampered("changed"), Tampered("good")
+    lines: list[str] = []
+    with CapturePool([changed, good], in_flight=1, patience=30, say=lines.append) as pool:
+        changed.wrong = UserError("it serves another model", where="changed")
+        changed.fail_next = True
+        assert captured(pool, requests(6)) == [row.sample_id for row in requests(6)]
+        while changed.probes < 4:
+            time.sleep(0.05)
+        asked = len(changed.asked)
+        assert captured(pool, requests(6)) == [row.sample_id for row in requests(6)]
+        assert len(changed.asked) == asked
+    assert lines[1:] == ["capture endpoint changed will not do: it serves another model; it is asked again later"]
+
+
+def test_closing_does_not_wait_for_the_rest_of_a_batch(make_engine) -> None:
+    class Slow(TransformersEngine):
+        batches = 0
+
+        def _capture_batch(self, batch):
+            Slow.batches += 1
+            time.sleep(0.3)
+            return super()._capture_batch(batch)
+
+    engine = make_engine(batch_tokens=1)  # a row at a time
+    engine.__class__ = Slow
+    pool = CapturePool([EngineEndpoint(engine)], in_flight=32, patience=30, say=print)
+    pool.open()
+    futures = [pool.submit(row) for row in requests(32)]
+    time.sleep(0.5)
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 3
+    assert Slow.batches < 10
+    assert any(isinstance(each.exception(5), ServingError) for each in futures)

@@ -694,6 +694,13 @@ class HiddenStateTransport(ABC):
     def reader(self, layout: StateLayout) -> HiddenStateReader:
         """Open for reading."""
 
+    def place_name(self) -> str:
+        """Names where the samples are, alike on every host that puts or reads them there; without a secret in it.
+
+        A trainer compares it with what a capture server says, before the first sample. By default the folder.
+        """
+        return str(self.location.absolute())
+
     def claim(self, layout: StateLayout, owner: str) -> None:
         """Take this place for the training run *owner*, before it reads or removes anything there.
 
@@ -709,13 +716,6 @@ class HiddenStateTransport(ABC):
             OutputError: another run has the place: who, since when, and what to do.
             TransportError: the store cannot be reached.
         """
-
-    def place(self) -> str:
-        """Names where the samples are, alike on every host that puts or reads them there; without a secret in it.
-
-        A trainer compares it with what a capture server says, before the first sample. By default the folder.
-        """
-        return str(self.location.absolute())
 
     def compact(self, layout: StateLayout) -> None:
         """Bring the samples into their resting form, called when a capture is complete. Safe to kill and repeat."""

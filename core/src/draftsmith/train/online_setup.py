@@ -167,7 +167,16 @@ def capture_endpoints(
 ) -> list[Endpoint]:
     """The servers of the recipe; without any, the engine of this process. Starts nothing."""
     if run.recipe.online.endpoints:
-        raise NotImplementedError
+        from draftsmith.capture.endpoints.server import Expected, ServerEndpoint
+
+        expected = Expected.of(
+            model=str(run.verifier.path),
+            verifier=run.verifier.fingerprint,
+            transport=transport,
+            layout=layout,
+            longest=longest,
+        )
+        return [ServerEndpoint(url, expected) for url in run.recipe.online.endpoints]
     return [EngineEndpoint(make_engine(run.capture_engine, run, transport, layout, longest=longest))]
 
 

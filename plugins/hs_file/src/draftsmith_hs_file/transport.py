@@ -36,7 +36,7 @@ class FileTransport(HiddenStateTransport):
     def reader(self, layout: StateLayout) -> HiddenStateReader:
         return FileReader(Store(self.folder, layout))
 
-    def place(self) -> str:
+    def place_name(self) -> str:
         return str(self.folder.absolute())
 
     def compact(self, layout: StateLayout) -> None:

@@ -57,6 +57,9 @@ class MooncakeTransport(HiddenStateTransport):
             staging_bytes=chunk if staged else None,
         )
 
+    def place_name(self) -> str:
+        return f"run {self.run!r} in the store at {self.address().master}"
+
     def place(self) -> Place:
         return Place(
             client=client_for(self.address()),

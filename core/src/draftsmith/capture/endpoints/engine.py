@@ -50,6 +50,7 @@ class EngineEndpoint(Endpoint):
         self._session: _Session | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._fault = "it was not started"
 
     def open(self) -> None:
         """Load the verifier, unless it is loaded.
@@ -73,7 +74,7 @@ class EngineEndpoint(Endpoint):
         job = _Job(request, Future())
         with self._lock:
             if self._session is None:
-                raise EndpointFailed("its engine is not running", endpoint=self.name)
+                raise EndpointFailed(f"its engine is not running: {self._fault}", endpoint=self.name)
             self._session.jobs.put(job)
         return job.future.result()
 
@@ -98,12 +99,13 @@ class EngineEndpoint(Endpoint):
             error: BaseException = EndpointFailed("it is closed", endpoint=self.name)
         except BaseException as caught:
             error = caught
+        failure = self._failure(error)
         with self._lock:  # nothing is put into this session's queue from here on
+            self._fault = failure.what if isinstance(failure, DraftsmithError) else repr(failure)
             if self._session is session:
                 self._session = None
         if not session.ready.done():
             session.ready.set_exception(error)
-        failure = self._failure(error)
         for job in [*under_way, *_drain(session.jobs)]:
             if not job.future.done():
                 job.future.set_exception(failure)
@@ -115,6 +117,8 @@ class EngineEndpoint(Endpoint):
             for sample_id, refused in answers.items():
                 job = jobs.pop(sample_id)
                 job.future.set_result(Answer(sample_id, refused, time.monotonic() - job.started))
+            if self._closed and jobs:  # leaving with an error ends the engine without waiting for the rest
+                raise EndpointFailed("it is closed", endpoint=self.name)
         if jobs:
             raise ServingError(f"the engine left out {len(jobs)} rows, {next(iter(jobs))} among them", where=self.name)
 

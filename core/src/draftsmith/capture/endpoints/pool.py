@@ -270,6 +270,17 @@ class CapturePool:
             self._dark_since = now
         self._lock.notify_all()
 
+    def _still_down(self, member: _Member, error: Exception) -> None:
+        """A probe failed. One that found a server of another kind in its place is told of."""
+        known = error if isinstance(error, DraftsmithError) else None
+        fault = known.what if known else f"{type(error).__name__}: {error}"
+        if not isinstance(error, EndpointFailed) and fault != member.fault and not self._closed:
+            self._say(f"capture endpoint {member.endpoint.name} will not do: {_line(fault)}; it is asked again later")
+        member.fault, member.hint = fault, known.hint if known else None
+        member.failures += 1
+        self._plan_probe(member, time.monotonic())
+        self._lock.notify_all()
+
     def _plan_probe(self, member: _Member, now: float) -> None:
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(member.failures - 1, 10))
         member.probe_at = now + pause * random.uniform(0.5, 1.0)
@@ -342,12 +353,7 @@ class CapturePool:
             member.endpoint.open()
         except Exception as error:
             with self._lock:
-                known = error if isinstance(error, DraftsmithError) else None
-                member.fault = known.what if known else f"{type(error).__name__}: {error}"
-                member.hint = known.hint if known else None
-                member.failures += 1
-                self._plan_probe(member, time.monotonic())
-                self._lock.notify_all()
+                self._still_down(member, error)
             return
         with self._lock:
             if not self._closed:

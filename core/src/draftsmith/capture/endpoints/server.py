@@ -64,7 +64,7 @@ class Expected:
             verifier=verifier,
             layout=layout,
             implementation=f"{kind.__module__}:{kind.__qualname__}",
-            place=transport.place(),
+            place=transport.place_name(),
             longest=longest,
         )
 
@@ -129,7 +129,8 @@ class ServerEndpoint(Endpoint):
         self._client = httpx.Client(
             base_url=self.name,
             timeout=httpx.Timeout(timeout, connect=_CONNECT),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=slots),
+            # The server closes what was idle for 5 s, and may do so just when the next request comes.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=slots, keepalive_expiry=2.0),
             trust_env=False,  # a proxy for the world outside is in the way here
         )
 

@@ -22,16 +22,14 @@ from draftsmith.capture.engines import vllm_unsuited
 from draftsmith.capture.engines.vllm import engine_arguments, engine_environment
 from draftsmith.capture.plan import check_verifier
 from draftsmith.capture.run import capture_setup, dtype_of_verifier
-from draftsmith.capture.states import SAMPLES
+from draftsmith.capture.states import SAMPLES, state_layout
 from draftsmith.errors import ServingError, UserError
-from draftsmith.interfaces import StateLayout
 from draftsmith.serving.vllm_process import server_command
-from draftsmith.stages import digest
 
 if TYPE_CHECKING:
     from draftsmith.config.resolve import ResolvedRun
 
-__all__ = ["ServerCommand", "capture_server", "check_port", "online_layout"]
+__all__ = ["ServerCommand", "capture_server", "check_port"]
 
 #: vLLM's options that change neither what is captured nor how it is told.
 _FREE = {"max-num-batched-tokens", "max-num-seqs"}
@@ -76,15 +74,21 @@ def capture_server(run: ResolvedRun, *, host: str, port: int, extra: Sequence[st
     Raises:
         ServingError: the installed vLLM cannot capture this verifier.
         VerifierError: nothing can.
-        UserError: *extra* would change what is captured.
+        UserError: the recipe does not capture while it trains, or *extra* would change what is captured.
     """
     before = dict(os.environ)
+    if not run.recipe.captures_online:
+        raise UserError(
+            "the recipe captures in a stage of its own, and asks no server",
+            where="capture.mode",
+            hint="set capture.mode: online, here and where it trains, and name this server in online.endpoints there",
+        )
     unsuited = vllm_unsuited(run.verifier)
     if unsuited is not None:
         problem, remedy = unsuited
         raise ServingError(problem, where=str(run.verifier.path), hint=f"{remedy}; only vLLM serves captures")
     check_verifier(run.verifier, run.requirements)
-    layout = online_layout(run)
+    layout = state_layout(run)
     setup = capture_setup(run, layout, longest=run.recipe.data.max_length)
     setup = attrs.evolve(setup, dtype=dtype_of_verifier(setup))
     address = TransportAddress.of(run.transport, run.transport_options, run.folders.states / SAMPLES, layout)
@@ -98,6 +102,8 @@ def capture_server(run: ResolvedRun, *, host: str, port: int, extra: Sequence[st
     for key in _NOT_A_SERVERS:
         if key not in os.environ:
             environment.pop(key, None)
+    if os.environ.get("VLLM_USE_RUST_FRONTEND"):  # which takes no middleware
+        environment["VLLM_USE_RUST_FRONTEND"] = "0"
     arguments = [*own, "--host", host, "--port", str(port), "--disable-uvicorn-access-log", *extra]
     changed = {key: value for key, value in environment.items() if before.get(key) != value}
     return ServerCommand(_program(model, arguments), environment, changed)
@@ -130,7 +136,7 @@ def _check_extra(extra: Sequence[str], own: Sequence[str]) -> None:
     UserError: an option is given again that decides what is captured.
     """
     taken = {each.removeprefix("--no-").removeprefix("--") for each in own if each.startswith("--")}
-    taken |= {"model", "tokenizer", "quantization", "hf-overrides", "enable-lora"}
+    taken |= {"model", "tokenizer", "quantization", "hf-overrides", "enable-lora", "grpc", "headless", "api-key"}
     taken -= _FREE
     for each in extra:
         name = each.partition("=")[0].replace("_", "-").removeprefix("--no-").removeprefix("--")
@@ -158,21 +164,3 @@ def check_port(host: str, port: int) -> None:
             where=f"{host}:{port}",
             hint="choose another one with --port, or end what listens there",
         ) from error
-
-
-def online_layout(run: ResolvedRun) -> StateLayout:
-    """The layout of states that are captured while training: what they depend on, without the prepared data, which a
-    server on another host does not have. The tokens of each sample are compared when it is read."""
-    layer_ids = run.requirements.ids(run.verifier.num_layers)
-    dtype = run.recipe.capture.store_dtype
-    keep = getattr(getattr(run.recipe, "online", None), "keep", False)
-    fingerprint = {
-        "verifier": run.verifier.fingerprint,
-        "online": "kept" if keep else "deleted after use",
-        "layer_ids": layer_ids,
-        "compute_dtype": run.recipe.capture.dtype,
-        "dtype": dtype,
-    }
-    return StateLayout(
-        fingerprint=digest(fingerprint), layer_ids=layer_ids, hidden_size=run.verifier.hidden_size, dtype=dtype
-    )

@@ -131,7 +131,7 @@ def facts_of(config: Any) -> dict[str, Any]:
         "layout": None if address is None else dict(address.layout),
         "transport": None
         if address is None
-        else {"implementation": address.implementation, "place": address.open().place()},
+        else {"implementation": address.implementation, "place": address.open().place_name()},
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": int(model.max_model_len),
