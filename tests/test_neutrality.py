@@ -35,6 +35,7 @@ PUBLIC_MODULES = (
     "draftsmith.api",
     "draftsmith.attention",
     "draftsmith.errors",
+    "draftsmith.fp8",
     "draftsmith.hookspecs",
     "draftsmith.interfaces",
     "draftsmith.layer_config",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.api import CaptureRequirements, VerifierFacts
 from draftsmith.capture import engines
 from draftsmith.capture.engines import Request, batches_by_length, choose_engine
-from draftsmith.capture.engines.messages import token_digest
+from draftsmith.capture.engines.messages import is_sample_id, report_line, token_digest
 from draftsmith.capture.engines.transformers import (
     find_decoder,
     hidden_states,
@@ -284,3 +285,23 @@ def test_sizes_and_times_are_readable() -> None:
         "5.0 TiB",
     ]
     assert [human_seconds(count) for count in (42, 180, 9000)] == ["42 s", "3 min", "2.5 h"]
+
+
+@given(st.text(), st.integers(0, 20000))
+def test_a_report_is_one_line_that_a_pipe_takes_in_one_piece(why: str, times: int) -> None:
+    line = report_line(
+        why=why * times, sample_id="ab" * 16, status="failed", kind="TransportError", tokens=7, digest="0"
+    )
+    assert len(line) <= 4096
+    assert line.count(b"\n") == 1
+    report = json.loads(line)
+    assert (report["sample_id"], report["tokens"]) == ("ab" * 16, 7)
+    assert (why * times).startswith(report["why"])
+
+
+@pytest.mark.parametrize(
+    "value", ["../" + "0" * 29, "0" * 31, "0" * 33, "A" * 32, "0" * 31 + "\n", "0" * 32 + "\n", 7, None]
+)
+def test_only_32_hex_digits_are_a_sample_id(value: object) -> None:
+    assert is_sample_id("0123456789abcdef" * 2)
+    assert not is_sample_id(value)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -253,6 +254,31 @@ def test_lost_samples_are_captured_again(offline, make, monkeypatch, keep):
     assert lost > 3
     lines = [line for line in text.getvalue().splitlines() if "what is lost is captured again" in line]
     assert 0 < len(lines) <= lost
+
+
+def test_a_store_that_loses_all_is_told_once_and_filled_at_once(offline, make, monkeypatch):
+    """As one that was started anew: whatever waited there is gone."""
+    from draftsmith_toy import transport
+
+    run, text = make("online.ahead=12", "online.in_flight=12"), io.StringIO()
+    get, reads, lost = transport.FilesReader.get, iter(range(10**9)), []
+
+    def losing_all(self, sample_id, **named):
+        if next(reads) in (15, 60):
+            names = self.complete_ids()
+            lost.append(len(names))
+            for name in names:
+                self.delete(name)
+        return get(self, sample_id, **named)
+
+    monkeypatch.setattr(transport.FilesReader, "get", losing_all)
+    record = run_train(run, Console(file=text, width=300))
+    same_as_offline(offline, run)
+    assert sum(lost) > 4
+    assert record.summary["online"]["regenerated"] == sum(lost)
+    told = text.getvalue()
+    assert told.count("what is lost is captured again") == 2
+    assert [int(each) for each in re.findall(r"(\d+) lost samples? w", told)] == lost
 
 
 def test_lost_samples_are_left_out_and_counted_or_stop_the_run(make, monkeypatch):

@@ -28,7 +28,7 @@ from draftsmith.errors import (
     TransportError,
 )
 from draftsmith.interfaces import HiddenStateSample
-from draftsmith.testing.transport import assert_same, make_layout, make_sample
+from draftsmith.testing.transport import Fp8TransportTests, assert_same, make_layout, make_sample
 from draftsmith_hs_file import producer, wire
 from draftsmith_hs_file.options import FileOptions
 from draftsmith_hs_file.store import Store
@@ -90,11 +90,65 @@ def test_files_can_be_read_without_this_package(transport: FileTransport, rest: 
         assert torch.equal(file.get_tensor(f"{sample_id}.hidden_states"), sample.hidden_states)
 
 
+def test_eight_bits_can_be_read_without_this_package(tmp_path: Path) -> None:
+    transport = FileTransport(FileOptions(encoding="fp8"), tmp_path)
+    put(transport, 3, 4)
+    transport.compact(LAYOUT)
+    with safe_open(only(tmp_path / "shards"), framework="pt") as file:
+        assert file.metadata()["version"] == "2"
+        for number in (3, 4):
+            sample = make_sample(number, LAYOUT)
+            values = file.get_tensor(f"{sample.sample_id}.hidden_states")
+            assert values.dtype == torch.float8_e4m3fn
+            states = values.float() * file.get_tensor(f"{sample.sample_id}.scales")[..., None]
+            torch.testing.assert_close(states, sample.hidden_states.float(), rtol=1 / 16, atol=1e-3)
+            assert torch.equal(file.get_tensor(f"{sample.sample_id}.token_ids"), sample.token_ids)
+
+
+def test_plain_files_are_those_of_the_first_version(transport: FileTransport) -> None:
+    put(transport, 3)
+    with safe_open(only(transport.folder / "loose"), framework="pt") as file:
+        assert file.metadata()["version"] == "1"
+        assert len(list(file.keys())) == 2
+
+
+def test_each_sample_is_read_as_it_was_stored(tmp_path: Path) -> None:
+    """Whatever the reader's own option says; and compaction keeps each as it is."""
+    plain, eight = (FileTransport(FileOptions(encoding=each), tmp_path) for each in ("plain", "fp8"))
+    put(plain, 1, 2)
+    put(eight, 3, 4)
+    exact = [make_sample(number, LAYOUT) for number in (1, 2)]
+    coded = [Fp8TransportTests.read_back(make_sample(number, LAYOUT)) for number in (3, 4)]
+    for _ in range(2):
+        for transport in (plain, eight):
+            with transport.reader(LAYOUT) as reader:
+                for sample in (*exact, *coded):
+                    assert_same(reader.get(sample.sample_id), sample)
+        plain.compact(LAYOUT)
+    assert len(list((tmp_path / "shards").iterdir())) == 2
+
+
+@pytest.mark.parametrize("part", ["scales", "hidden_states"])
+def test_a_changed_bit_of_what_is_coded_is_found(tmp_path: Path, part: str) -> None:
+    transport = FileTransport(FileOptions(encoding="fp8"), tmp_path)
+    (sample_id,) = put(transport, 3)
+    path = only(tmp_path / "loose")
+    (entry,) = wire.WireFile(path).entries.values()
+    offset = {"scales": entry.scale_offset, "hidden_states": entry.state_offset}[part]
+    assert offset is not None
+    change(path, offset + 1)
+    with transport.reader(LAYOUT) as reader, pytest.raises(SampleCorrupt, match="does not match its checksum"):
+        reader.get(sample_id)
+
+
 def test_another_version_of_the_format_says_so(transport: FileTransport) -> None:
     (sample_id,) = put(transport, 3)
     path = transport.folder / "loose" / f"{sample_id}.hs"
-    path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"2"'))
-    with transport.reader(LAYOUT) as reader, pytest.raises(SampleCorrupt, match="version is 2; this release reads"):
+    path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"3"'))
+    with (
+        transport.reader(LAYOUT) as reader,
+        pytest.raises(SampleCorrupt, match="is 3; this release reads versions 1 and 2"),
+    ):
         reader.get(sample_id)
 
 
@@ -660,3 +714,8 @@ def test_sample_tensors_on_any_layout_are_copied_out(transport: FileTransport) -
         writer.put(grad)
     with transport.reader(LAYOUT) as reader:
         assert_same(reader.get(sample.sample_id), sample)
+
+
+def test_the_places_name_is_the_folder_that_both_sides_see(tmp_path) -> None:
+    assert FileTransport(FileOptions(), tmp_path / "run").place_name() == str(tmp_path / "run")
+    assert FileTransport(FileOptions(folder="/scratch/states"), tmp_path).place_name() == "/scratch/states"

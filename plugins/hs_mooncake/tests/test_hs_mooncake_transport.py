@@ -22,7 +22,7 @@ class TestMooncakeTransport(TransportTests):
         yield transport
         for each in (transport, self.beside(transport)):
             each.remove_all()
-        assert mooncake_store.keys() == []
+        assert mooncake_store.all_keys() == []
 
 
 class TestStagedInSmallChunks(TransportTests):
@@ -34,4 +34,4 @@ class TestStagedInSmallChunks(TransportTests):
         yield transport
         for each in (transport, self.beside(transport)):
             each.remove_all()
-        assert mooncake_store.keys() == []
+        assert mooncake_store.all_keys() == []

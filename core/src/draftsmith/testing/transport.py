@@ -10,6 +10,9 @@ Subclass :class:`TransportTests` in a test module and override one fixture::
 Everything else is checked by what a transport promises to the core: bit-exact samples of every dtype, nothing
 partial ever visible, idempotent ``put`` and ``delete``, runs that do not see each other, readers that travel into
 worker processes, and errors that say which sample is missing or does not fit.
+
+A transport that keeps states in eight bits (:mod:`draftsmith.fp8`) subclasses :class:`Fp8TransportTests`: the same
+suite, in which what comes back is what that coding leaves, to the bit.
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
+from draftsmith import fp8
 from draftsmith.errors import FingerprintMismatch, SampleCorrupt, SampleMissing, TransportError
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, HiddenStateTransport, StateLayout
 
-__all__ = ["TransportTests", "make_layout", "make_sample"]
+__all__ = ["Fp8TransportTests", "TransportTests", "make_layout", "make_sample"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -67,9 +72,9 @@ def assert_same(got: HiddenStateSample, expected: HiddenStateSample) -> None:
     assert torch.equal(got.hidden_states.contiguous().view(bits), expected.hidden_states.contiguous().view(bits))
 
 
-def _check_in_worker(reader: HiddenStateReader, numbers: list[int], layout: StateLayout) -> int:
-    for number in numbers:
-        assert_same(reader.get(f"{number:032x}"), make_sample(number, layout))
+def _check_in_worker(reader: HiddenStateReader, expected: list[HiddenStateSample]) -> int:
+    for sample in expected:
+        assert_same(reader.get(sample.sample_id), sample)
     return os.getpid()
 
 
@@ -94,6 +99,17 @@ class TransportTests:
         raise NotImplementedError("override this fixture with your transport, on a location of its own")
 
     @staticmethod
+    def read_back(sample: HiddenStateSample) -> HiddenStateSample:
+        """What readers must give for *sample*: itself, unless the transport codes states with a loss."""
+        return sample
+
+    @staticmethod
+    def token_bytes(layout: StateLayout) -> int:
+        """Bytes that a token takes at least."""
+        width = {"bfloat16": 2, "float16": 2, "float32": 4}[layout.dtype]
+        return 8 + len(layout.layer_ids) * layout.hidden_size * width
+
+    @staticmethod
     def beside(transport: HiddenStateTransport) -> HiddenStateTransport:
         """Another run's transport, with the same options."""
         location = transport.location
@@ -112,7 +128,7 @@ class TransportTests:
             with transport.reader(layout) as reader:
                 for sample in reversed(samples):
                     length = len(sample.token_ids)
-                    assert_same(reader.get(sample.sample_id, expected_tokens=length), sample)
+                    assert_same(reader.get(sample.sample_id, expected_tokens=length), self.read_back(sample))
                 assert reader.complete_ids() == {sample.sample_id for sample in samples}
             transport.compact(layout)
 
@@ -126,7 +142,7 @@ class TransportTests:
                 HiddenStateSample(sample_id=sample.sample_id, token_ids=sample.token_ids, hidden_states=twisted)
             )
         with transport.reader(layout) as reader:
-            assert_same(reader.get(sample.sample_id), sample)
+            assert_same(reader.get(sample.sample_id), self.read_back(sample))
 
     def test_a_reader_sees_what_is_put_after_it_was_opened(self, transport: HiddenStateTransport) -> None:
         layout = make_layout()
@@ -135,9 +151,9 @@ class TransportTests:
             for number in range(3):
                 writer.put(make_sample(number, layout))
                 writer.flush()
-                assert_same(reader.get(f"{number:032x}"), make_sample(number, layout))
+                assert_same(reader.get(f"{number:032x}"), self.read_back(make_sample(number, layout)))
             transport.compact(layout)
-            assert_same(reader.get(f"{1:032x}"), make_sample(1, layout))
+            assert_same(reader.get(f"{1:032x}"), self.read_back(make_sample(1, layout)))
 
     def test_missing_samples_are_named(self, transport: HiddenStateTransport) -> None:
         layout = make_layout()
@@ -211,7 +227,7 @@ class TransportTests:
             writer.put(sample)
         with transport.reader(layout) as reader:
             assert reader.complete_ids() == {sample.sample_id}
-            assert_same(reader.get(sample.sample_id), sample)
+            assert_same(reader.get(sample.sample_id), self.read_back(sample))
             for _ in range(3):
                 reader.delete(sample.sample_id)
             assert reader.complete_ids() == frozenset()
@@ -235,7 +251,7 @@ class TransportTests:
         transport.compact(layout)
         with transport.reader(layout) as reader:
             for sample in samples:
-                assert_same(reader.get(sample.sample_id), sample)
+                assert_same(reader.get(sample.sample_id), self.read_back(sample))
 
     def test_runs_do_not_see_each_other(self, transport: HiddenStateTransport) -> None:
         layout, other = make_layout(), self.beside(transport)
@@ -249,7 +265,7 @@ class TransportTests:
         transport.remove_all()
         with transport.reader(layout) as mine_read, other.reader(layout) as their_read:
             assert mine_read.complete_ids() == frozenset()
-            assert_same(their_read.get(f"{2:032x}"), make_sample(2, layout))
+            assert_same(their_read.get(f"{2:032x}"), self.read_back(make_sample(2, layout)))
 
     def test_another_layout_is_refused(self, transport: HiddenStateTransport) -> None:
         layout = make_layout()
@@ -271,12 +287,12 @@ class TransportTests:
         with transport.reader(layout) as reader:
             reader.get(f"{0:032x}")  # a reader that already holds resources must travel as well
             copied = pickle.loads(pickle.dumps(reader))
-            assert_same(copied.get(f"{1:032x}"), make_sample(1, layout))
+            assert_same(copied.get(f"{1:032x}"), self.read_back(make_sample(1, layout)))
             copied.close()
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(2, mp_context=context) as pool:
-                parts = ([0, 1, 2, 3], [4, 5, 6, 7])
-                pids = list(pool.map(_check_in_worker, [reader] * 2, parts, [layout] * 2))
+                samples = [self.read_back(make_sample(number, layout)) for number in range(8)]
+                pids = list(pool.map(_check_in_worker, [reader] * 2, [samples[:4], samples[4:]]))
         assert os.getpid() not in pids
 
     def test_several_writers(self, transport: HiddenStateTransport) -> None:
@@ -319,16 +335,34 @@ class TransportTests:
                 assert {f"{number:032x}" for number in announced} <= found
                 for sample_id in found:
                     expected = make_sample(int(sample_id, 16), layout, tokens=20_000)
-                    assert_same(reader.get(sample_id), expected)
+                    assert_same(reader.get(sample_id), self.read_back(expected))
         with transport.writer(layout) as writer:
             writer.put(make_sample(999, layout))
         transport.compact(layout)
         with transport.reader(layout) as reader:
-            assert_same(reader.get(f"{999:032x}"), make_sample(999, layout))
+            assert_same(reader.get(f"{999:032x}"), self.read_back(make_sample(999, layout)))
 
     def test_the_estimate_of_bytes_is_not_below_the_data(self, transport: HiddenStateTransport) -> None:
-        for dtype, width in (("bfloat16", 2), ("float32", 4)):
+        for dtype in ("bfloat16", "float32"):
             layout = make_layout(dtype)
             at_rest = transport.bytes_for(layout, 1000, 10)
-            assert at_rest >= 1000 * (4 * 24 * width + 8)
+            assert at_rest >= 1000 * self.token_bytes(layout)
             assert transport.peak_bytes_for(layout, 1000, 10, longest=200) >= at_rest
+
+
+class Fp8TransportTests(TransportTests):
+    """The suite for a transport that keeps states in eight bits. Override :meth:`transport`."""
+
+    @staticmethod
+    def read_back(sample: HiddenStateSample) -> HiddenStateSample:
+        states = fp8.decode(*fp8.encode(sample.hidden_states), sample.hidden_states.dtype)
+        return attrs.evolve(sample, hidden_states=states)
+
+    @staticmethod
+    def token_bytes(layout: StateLayout) -> int:
+        return 8 + fp8.stored_bytes(1, len(layout.layer_ids), layout.hidden_size)
+
+    def test_it_takes_half_the_bytes(self, transport: HiddenStateTransport) -> None:
+        layout = make_layout(ids=4, hidden_size=2048)
+        plain = 10_000 * TransportTests.token_bytes(layout)
+        assert transport.bytes_for(layout, 10_000, 10) < 0.51 * plain

@@ -15,9 +15,9 @@ import concurrent.futures
 import contextlib
 import hashlib
 import itertools
-import queue
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
@@ -65,13 +65,28 @@ class _Closed(Exception):
     """The stream was closed while somebody waited for it."""
 
 
-@frozen
+@frozen(eq=False)
 class _Ticket:
-    """A use of a row: its sample's id in the transport, and what will say that it is there (None: it is)."""
+    """A use of a row.
+
+    Attributes:
+        sample_id: its sample's, in the transport.
+        answer: will say that the sample is there, or why it is not; None: it is.
+        attempt: how often the sample was asked for.
+    """
 
     row: PreparedRow
     sample_id: str
     answer: Future[Answer] | None
+    attempt: int = 1
+
+    @property
+    def stored(self) -> bool:
+        """Whether the sample should be in the transport by now."""
+        answer = self.answer
+        if answer is None:
+            return True
+        return answer.done() and answer.exception() is None and answer.result().refused is None
 
 
 @define(eq=False)
@@ -232,12 +247,12 @@ class OnlineCapture:
         assert self._pool is not None, "the capture is not open"
         return self._pool
 
-    def ask(self, row: PreparedRow) -> _Ticket:
+    def ask(self, row: PreparedRow, attempt: int = 1) -> _Ticket:
         """Ask for the states of *row* for one use. Blocks while every slot of the pool is taken."""
         if self.keep and row.sample_id in self._stored:
             with self._lock:
                 self.counts.reused += 1
-            return _Ticket(row, row.sample_id, None)
+            return _Ticket(row, row.sample_id, None, attempt)
         sample_id = row.sample_id if self.keep else self._new_id(row.sample_id)
         answer = self.pool.submit(Request(sample_id, row.token_ids.tolist()))
         with self._lock:
@@ -245,7 +260,7 @@ class OnlineCapture:
             self._in_flight.add(answer)
             self._unread.add(sample_id)
         answer.add_done_callback(self._landed)
-        return _Ticket(row, sample_id, answer)
+        return _Ticket(row, sample_id, answer, attempt)
 
     def _landed(self, answer: Future[Answer]) -> None:
         with self._lock:
@@ -264,11 +279,11 @@ class OnlineCapture:
 
     # --- what becomes of samples --------------------------------------------------------------------------------
 
-    def used(self, ticket: _Ticket, attempt: int) -> None:
+    def used(self, ticket: _Ticket) -> None:
         """A sample was read, and is whole."""
         if self.keep:
             self._stored.add(ticket.sample_id)
-        if self._lost and attempt == 1:  # what was lost at one time is behind us
+        if self._lost and ticket.attempt == 1:  # what was lost at one time is behind us
             self._tell_recovered()
 
     def deleted(self, sample_id: str) -> None:
@@ -276,13 +291,20 @@ class OnlineCapture:
         with self._lock:
             self._unread.discard(sample_id)
 
-    def lost(self, ticket: _Ticket, error: SampleError) -> None:
-        """A sample is gone or damaged, and is asked for again. One line tells of all that are lost at once."""
+    def ask_again(self, ticket: _Ticket, error: SampleError | None = None) -> _Ticket:
+        """Ask for a sample that is gone or damaged. One line tells of all that are lost at one time.
+
+        Args:
+            error: what was wrong with the first of them.
+        """
         self._stored.discard(ticket.sample_id)
-        self.counts.regenerated += 1
-        self._lost += 1
-        if self._lost == 1:
+        with self._lock:
+            self.counts.regenerated += 1
+            self._lost += 1
+            is_first = self._lost == 1
+        if is_first and error is not None:
             self._say(f"hidden states were lost ({error.what}); what is lost is captured again")
+        return self.ask(ticket.row, ticket.attempt + 1)
 
     def _tell_recovered(self) -> None:
         self._say(f"{self._lost} lost sample{'s were' if self._lost > 1 else ' was'} captured again")
@@ -347,7 +369,9 @@ class _Stream:
         self._capture = capture
         self._rows = rows
         self._room = threading.Semaphore(capture.ahead)
-        self._tickets: queue.SimpleQueue[_Ticket | BaseException] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._tickets: deque[_Ticket] = deque()
+        self._error: BaseException | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._feed, name="draftsmith-ask-ahead", daemon=True)
         self._thread.start()
@@ -364,9 +388,14 @@ class _Stream:
                         return
                 if self.closed:
                     return
-                self._tickets.put(self._capture.ask(row))
+                ticket = self._capture.ask(row)
+                with self._changed:
+                    self._tickets.append(ticket)
+                    self._changed.notify()
         except BaseException as error:  # carried to the thread that can report it
-            self._tickets.put(error)
+            with self._changed:
+                self._error = error
+                self._changed.notify()
 
     def next(self) -> _Ticket:
         """The next ticket.
@@ -374,17 +403,24 @@ class _Stream:
         Raises:
             DraftsmithError: no more can be asked for.
         """
-        while True:
-            try:
-                found = self._tickets.get(timeout=_POLL)
-            except queue.Empty:
+        with self._changed:
+            while not self._tickets:
                 if self.closed:
-                    raise _Closed from None
-                continue
-            if isinstance(found, BaseException):
-                self._tickets.put(found)  # for whoever asks again
-                raise found
-            return found
+                    raise _Closed
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait(_POLL)
+            return self._tickets.popleft()
+
+    def waiting(self) -> list[_Ticket]:
+        """The tickets that come next."""
+        with self._changed:
+            return list(self._tickets)
+
+    def replace(self, old: _Ticket, new: _Ticket) -> None:
+        """Put *new* in the place of *old*, which is there: whoever takes tickets calls this."""
+        with self._changed:
+            self._tickets[self._tickets.index(old)] = new
 
     def wait(self, answer: Future[Answer]) -> Answer:
         """The answer, when it is there.
@@ -455,22 +491,32 @@ class OnlineStates:
 
     def _obtain(self, ticket: _Ticket, stream: _Stream) -> HiddenStateSample:
         capture = self._capture
-        for attempt in range(1, _ATTEMPTS + 1):
+        while True:
             if ticket.answer is not None and (reason := stream.wait(ticket.answer).refused) is not None:
                 raise capture.refuse(ticket.row, reason)
             try:
                 sample = self._read(ticket)
             except SampleError as error:
                 self._delete(ticket.sample_id)
-                found = _of_row(error, ticket.row, attempt)
-                if capture.missing != "regenerate" or attempt == _ATTEMPTS:
+                found = _of_row(error, ticket.row, ticket.attempt)
+                if capture.missing != "regenerate" or ticket.attempt == _ATTEMPTS:
                     raise found from error
-                capture.lost(ticket, found)
-                ticket = capture.ask(ticket.row)
+                ticket = capture.ask_again(ticket, found)
+                self._look_for_others(stream)
                 continue
-            capture.used(ticket, attempt)
+            capture.used(ticket)
             return sample
-        raise AssertionError("unreachable")
+
+    def _look_for_others(self, stream: _Stream) -> None:
+        """Ask at once for all samples that went with one: a store that lost one has often lost many."""
+        assert self._reader is not None
+        waiting = [ticket for ticket in stream.waiting() if ticket.stored]
+        if not waiting:
+            return
+        there = self._reader.complete_ids()
+        for ticket in waiting:
+            if ticket.sample_id not in there:
+                stream.replace(ticket, self._capture.ask_again(ticket))
 
     def _read(self, ticket: _Ticket) -> HiddenStateSample:
         row = ticket.row

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attrs import field, frozen
-from attrs.validators import ge, instance_of, optional
+from attrs.validators import ge, in_, instance_of, optional
 
 __all__ = ["FileOptions"]
 
@@ -16,6 +18,11 @@ class FileOptions:
         default=None,
         validator=optional(instance_of(str)),
         metadata={"help": "keep the states here instead of in the run's output; one folder belongs to one run"},
+    )
+    encoding: Literal["plain", "fp8"] = field(
+        default="plain",
+        validator=in_(("plain", "fp8")),
+        metadata={"help": "fp8: states in eight bits, scaled by token and layer: half the bytes, and not exact"},
     )
     shard_mebibytes: int = field(default=512, validator=ge(1), metadata={"help": "size of a shard, about"})
     loose_samples: int = field(

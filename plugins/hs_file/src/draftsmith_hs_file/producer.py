@@ -41,15 +41,17 @@ class FileWriter(HiddenStateWriter):
         """
         layout = self._store.layout
         token_ids, states = checked(sample, layout)
-        tokens, data = wire.raw_bytes(token_ids), wire.raw_bytes(states)
-        header = wire.build_header(layout, [(sample.sample_id, len(token_ids), wire.checksum(tokens, data))])
+        encoding = self._options.encoding
+        parts = wire.sample_parts(token_ids, states, encoding)
+        header = wire.build_header(layout, [(sample.sample_id, len(token_ids), wire.checksum(*parts))], encoding)
 
         def write(file: BinaryIO) -> None:
-            for part in (header, tokens, data):
+            file.write(header)
+            for part in parts:
                 file.write(part)
 
         write_atomically(self._store.loose_path(sample.sample_id), write, fsync=self._options.fsync)
-        ready = self._note(sample.sample_id, len(header) + len(tokens) + len(data))
+        ready = self._note(sample.sample_id, len(header) + sum(map(len, parts)))
         if ready:
             compact_samples(self._store, ready, self._options)
 
@@ -85,19 +87,21 @@ def checked(sample: HiddenStateSample, layout: StateLayout) -> tuple[torch.Tenso
 
 
 def compact_samples(store: Store, sample_ids: Iterable[str], options: FileOptions) -> None:
-    """Move these loose samples into new shards. Samples that are gone or damaged are left as they are."""
-    group: list[tuple[wire.WireFile, wire.Entry]] = []
-    size = 0
+    """Move these loose samples into new shards, as they are stored; those of a shard are stored alike.
+
+    Samples that are gone or damaged are left as they are.
+    """
+    groups: dict[str, list[tuple[wire.WireFile, wire.Entry]]] = {}
     for sample_id in sample_ids:
         found = _open_loose(store, sample_id)
         if found is None:
             continue
+        group = groups.setdefault(found[1].encoding, [])
         group.append(found)
-        size += found[1].token_bytes + found[1].state_bytes
-        if size >= options.shard_mebibytes << 20:
+        if sum(entry.size for _, entry in group) >= options.shard_mebibytes << 20:
             _publish_shard(store, group, options)
-            group, size = [], 0
-    if group:
+            group.clear()
+    for group in filter(None, groups.values()):
         _publish_shard(store, group, options)
 
 
@@ -128,11 +132,12 @@ def _publish_shard(store: Store, group: list[tuple[wire.WireFile, wire.Entry]], 
 
 
 def _write_shard(store: Store, name: str, group: list[tuple[wire.WireFile, wire.Entry]], options: FileOptions) -> None:
-    header = wire.build_header(store.layout, [(entry.sample_id, entry.tokens, entry.checksum) for _, entry in group])
+    samples = [(entry.sample_id, entry.tokens, entry.checksum) for _, entry in group]
+    header = wire.build_header(store.layout, samples, group[0][1].encoding)
 
     def write(file: BinaryIO) -> None:
         file.write(header)
-        for part in (0, 1):  # all token ids, then all states
+        for part in range(len(group[0][1].spans)):  # all token ids, all scales, all states
             for source, entry in group:
                 file.write(source.view(entry)[part])
 

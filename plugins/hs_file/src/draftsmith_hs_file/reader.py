@@ -18,7 +18,9 @@ _AGAIN = "run `draftsmith capture`: it captures anew what is bad; or leave it ou
 
 
 class FileReader(HiddenStateReader):
-    """Reads samples. The tensors it returns are views of the mapped file, private to the process."""
+    """Reads samples, however each is stored. States stored as they are, are views of the mapped file, private to the
+    process.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -85,7 +87,7 @@ class FileReader(HiddenStateReader):
     def _check(self, entry: Entry, expected_tokens: int | None) -> None:
         layout = self._store.layout
         wanted = (entry.tokens, len(layout.layer_ids), layout.hidden_size)
-        if entry.state_shape != wanted or entry.dtype != layout.dtype:
+        if entry.state_shape != wanted or (entry.encoding == "plain" and entry.dtype != layout.dtype):
             raise FormatError(
                 f"the states are {entry.dtype} {entry.state_shape}, the layout asks for {layout.dtype} {wanted}"
             )

@@ -17,6 +17,8 @@ __all__ = ["FileTransport"]
 
 #: A sample's share of a shard's header, measured: two tensors of 100 bytes and a checksum of 60.
 _INDEX_BYTES = 320
+#: What the tensor of its scales adds.
+_SCALE_INDEX_BYTES = 128
 #: What a loose file holds beyond that: the layout, and the header's alignment.
 _LOOSE_BYTES = 1024
 
@@ -43,7 +45,8 @@ class FileTransport(HiddenStateTransport):
         compact(Store(self.folder, layout), self.options)
 
     def bytes_for(self, layout: StateLayout, tokens: int, samples: int) -> int:
-        return wire.sample_bytes(layout, tokens) + _INDEX_BYTES * samples
+        index = _INDEX_BYTES + (_SCALE_INDEX_BYTES if self.options.encoding == "fp8" else 0)
+        return wire.sample_bytes(layout, tokens, self.options.encoding) + index * samples
 
     def peak_bytes_for(self, layout: StateLayout, tokens: int, samples: int, *, longest: int) -> int:
         """A shard is complete before the loose files of its samples are removed, so that one shard's are there twice.
@@ -51,7 +54,7 @@ class FileTransport(HiddenStateTransport):
         A shard is closed by the sample that reaches its size.
         """
         rest = self.bytes_for(layout, tokens, samples)
-        shard = (self.options.shard_mebibytes << 20) + wire.sample_bytes(layout, longest)
+        shard = (self.options.shard_mebibytes << 20) + wire.sample_bytes(layout, longest, self.options.encoding)
         return rest + min(rest, shard) + _LOOSE_BYTES * min(samples, self.options.loose_samples)
 
     def free_bytes(self) -> int | None:

@@ -1,15 +1,20 @@
-"""The file format, version 1: a safetensors file of one or many samples that can be read without this package.
+"""The file format: a safetensors file of one or many samples that can be read without this package.
 
 A file holds, for every sample, ``<sample id>.token_ids`` (I64, [T]) and ``<sample id>.hidden_states``
 ([T, ids, H_t], the layout's dtype). The safetensors header is the index: it gives the offsets of every tensor, so a
 sample is found in constant time. All token ids come first, so that every tensor is aligned to its element size.
+
+A file of version 2 holds its samples in eight bits (:mod:`draftsmith.fp8`): ``hidden_states`` is F8_E4M3, and
+``<sample id>.scales`` (F32, [T, ids]) is what its H_t are multiplied by; all scales come between the token ids and the
+states. In version 1 the states are of the layout's dtype. Readers read both.
+
 ``__metadata__`` holds, as strings:
 
 =================  ===========================================================================================
 ``format``         ``draftsmith.hidden_states``
-``version``        ``1``
+``version``        ``1``, or ``2`` for states in eight bits
 ``layout``         JSON of the capture's :class:`~draftsmith.interfaces.StateLayout`
-``checksums``      JSON, sample id → xxh3-64 (hex) over the bytes of token_ids followed by those of hidden_states
+``checksums``      JSON, sample id → xxh3-64 (hex) over the bytes of token_ids, scales and hidden_states as stored
 ``header_xxh3``    xxh3-64 (hex) over the whole header (length prefix included) with this value set to zeros
 =================  ===========================================================================================
 
@@ -19,6 +24,7 @@ Loose files and shards have the same format; a shard just holds more samples. In
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import re
@@ -34,6 +40,7 @@ import xxhash
 from attrs import frozen
 from torch import Tensor
 
+from draftsmith import fp8
 from draftsmith.interfaces import StateLayout
 
 __all__ = [
@@ -46,21 +53,25 @@ __all__ = [
     "is_sample_id",
     "raw_bytes",
     "sample_bytes",
+    "sample_parts",
 ]
 
 FORMAT = "draftsmith.hidden_states"
-VERSION = 1
+#: encoding → version of the format
+VERSIONS = {"plain": "1", "fp8": "2"}
 #: torch's name of a dtype → (safetensors' name, torch dtype, bytes of an element)
 DTYPES: Mapping[str, tuple[str, torch.dtype, int]] = {
     "bfloat16": ("BF16", torch.bfloat16, 2),
     "float16": ("F16", torch.float16, 2),
     "float32": ("F32", torch.float32, 4),
 }
+#: The same, of states as they are stored.
+_STORED = {**DTYPES, "float8_e4m3fn": ("F8_E4M3", fp8.VALUES, 1)}
 _ALIGNMENT = 64
 _LARGEST_HEADER = 1 << 30
 _NO_CHECKSUM = "0" * 16
 _SAMPLE_ID = re.compile(r"[0-9a-f]{32}")
-_TOKENS, _STATES = ".token_ids", ".hidden_states"
+_TOKENS, _SCALES, _STATES = ".token_ids", ".scales", ".hidden_states"
 
 if sys.byteorder != "little":  # pragma: no cover - no such machine runs torch today
     raise ImportError("the file format is little-endian, and so must the machine be")
@@ -81,16 +92,26 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def checksum(token_ids: memoryview, hidden_states: memoryview) -> str:
-    """xxh3-64 (16 hex digits) over the token bytes followed by the state bytes."""
+def checksum(*parts: memoryview) -> str:
+    """xxh3-64 (16 hex digits) over the parts of a sample, in the order of the file."""
     digest = xxhash.xxh3_64()
-    digest.update(token_ids)
-    digest.update(hidden_states)
+    for part in parts:
+        digest.update(part)
     return str(digest.hexdigest())
 
 
-def sample_bytes(layout: StateLayout, tokens: int) -> int:
+def sample_parts(token_ids: Tensor, hidden_states: Tensor, encoding: str) -> tuple[memoryview, ...]:
+    """What is stored of a sample, in the order of the file: token ids, scales where there are some, states."""
+    if encoding == "plain":
+        return raw_bytes(token_ids), raw_bytes(hidden_states)
+    values, scales = fp8.encode(hidden_states)
+    return raw_bytes(token_ids), raw_bytes(scales), raw_bytes(values)
+
+
+def sample_bytes(layout: StateLayout, tokens: int, encoding: str = "plain") -> int:
     """Bytes of one sample of *tokens* tokens, without its share of the header."""
+    if encoding == "fp8":
+        return 8 * tokens + fp8.stored_bytes(tokens, len(layout.layer_ids), layout.hidden_size)
     return tokens * (8 + len(layout.layer_ids) * layout.hidden_size * DTYPES[layout.dtype][2])
 
 
@@ -102,7 +123,8 @@ class Entry:
         tokens: T.
         token_offset, state_offset: in bytes from the beginning of the file.
         state_shape: [T, ids, H_t] as the header says.
-        dtype: torch's name.
+        dtype: torch's name, of the states as they are stored.
+        scale_offset: like the others; None where the states are not in eight bits.
         checksum: 16 hex digits.
     """
 
@@ -113,6 +135,25 @@ class Entry:
     state_shape: tuple[int, ...]
     dtype: str
     checksum: str
+    scale_offset: int | None = None
+
+    @property
+    def encoding(self) -> str:
+        return "plain" if self.scale_offset is None else "fp8"
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Offset and bytes of each part, in the order of the file."""
+        states = (self.state_offset, self.state_bytes)
+        if self.scale_offset is None:
+            return [(self.token_offset, self.token_bytes), states]
+        tokens, ids, _ = self.state_shape
+        return [(self.token_offset, self.token_bytes), (self.scale_offset, fp8.SCALE_BYTES * tokens * ids), states]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return sum(size for _, size in self.spans)
 
     @property
     def token_bytes(self) -> int:
@@ -120,43 +161,37 @@ class Entry:
 
     @property
     def state_bytes(self) -> int:
-        count = DTYPES[self.dtype][2]
-        for size in self.state_shape:
-            count *= size
-        return count
+        return _STORED[self.dtype][2] * math.prod(self.state_shape)
 
     @property
     def end(self) -> int:
         """The first byte after the sample's last."""
-        return max(self.token_offset + self.token_bytes, self.state_offset + self.state_bytes)
+        return max(offset + size for offset, size in self.spans)
 
 
-def build_header(layout: StateLayout, samples: Sequence[tuple[str, int, str]]) -> bytes:
+def build_header(layout: StateLayout, samples: Sequence[tuple[str, int, str]], encoding: str = "plain") -> bytes:
     """The length prefix and header of a file of *samples*: (id, tokens, checksum), in the order of their data.
 
-    The data that must follow: the token ids of all samples, then the hidden states of all samples.
+    The data that must follow: the token ids of all samples, then, where there are some, all their scales, then the
+    hidden states of all samples.
     """
-    name, _, width = DTYPES[layout.dtype]
-    row = len(layout.layer_ids) * layout.hidden_size * width
+    ids, hidden = len(layout.layer_ids), layout.hidden_size
+    name, _, width = DTYPES[layout.dtype] if encoding == "plain" else _STORED["float8_e4m3fn"]
+    # suffix, dtype, bytes of an element, shape beyond [T]
+    parts: list[tuple[str, str, int, list[int]]] = [(_TOKENS, "I64", 8, [])]
+    if encoding == "fp8":
+        parts.append((_SCALES, "F32", fp8.SCALE_BYTES, [ids]))
+    parts.append((_STATES, name, width, [ids, hidden]))
     tensors: dict[str, Any] = {}
     offset = 0
-    for sample_id, tokens, _sum in samples:
-        tensors[sample_id + _TOKENS] = {
-            "dtype": "I64",
-            "shape": [tokens],
-            "data_offsets": [offset, offset + 8 * tokens],
-        }
-        offset += 8 * tokens
-    for sample_id, tokens, _sum in samples:
-        tensors[sample_id + _STATES] = {
-            "dtype": name,
-            "shape": [tokens, len(layout.layer_ids), layout.hidden_size],
-            "data_offsets": [offset, offset + row * tokens],
-        }
-        offset += row * tokens
+    for suffix, dtype, size, shape in parts:
+        for sample_id, tokens, _sum in samples:
+            end = offset + tokens * math.prod(shape) * size
+            tensors[sample_id + suffix] = {"dtype": dtype, "shape": [tokens, *shape], "data_offsets": [offset, end]}
+            offset = end
     metadata = {
         "format": FORMAT,
-        "version": str(VERSION),
+        "version": VERSIONS[encoding],
         "layout": json.dumps(attrs.asdict(layout), sort_keys=True),
         "checksums": json.dumps({sample_id: each for sample_id, _tokens, each in samples}),
         "header_xxh3": _NO_CHECKSUM,
@@ -206,8 +241,9 @@ class WireFile:
             raise FormatError(f"the header is damaged ({type(error).__name__})") from None
         if kind != FORMAT:
             raise FormatError(f"the file's format is {kind!r}, not {FORMAT!r}")
-        if version != str(VERSION):
-            raise FormatError(f"the file's format version is {version}; this release reads version {VERSION}")
+        if version not in VERSIONS.values():
+            readable = " and ".join(VERSIONS.values())
+            raise FormatError(f"the file's format version is {version}; this release reads versions {readable}")
         try:
             signature = metadata["header_xxh3"]
             unsigned = header.replace(_signature_field(signature), _signature_field(_NO_CHECKSUM), 1)
@@ -222,8 +258,11 @@ class WireFile:
 
     def _entry(self, sample_id: str, fields: Mapping[str, Any], signature: str) -> Entry:
         tokens, states = fields[sample_id + _TOKENS], fields[sample_id + _STATES]
-        names = {name: ours for ours, (name, _, _) in DTYPES.items()}
-        if not is_sample_id(sample_id) or states["dtype"] not in names or tokens["dtype"] != "I64":
+        scales = fields.get(sample_id + _SCALES)
+        names = {name: ours for ours, (name, _, _) in _STORED.items()}
+        coded = states["dtype"] == _STORED["float8_e4m3fn"][0]
+        known = states["dtype"] in names and tokens["dtype"] == "I64" and coded == (scales is not None)
+        if not is_sample_id(sample_id) or not known:
             raise FormatError(f"the header describes {sample_id!r} in a way that the format does not allow")
         return Entry(
             sample_id=sample_id,
@@ -233,10 +272,11 @@ class WireFile:
             state_shape=tuple(int(size) for size in states["shape"]),
             dtype=names[states["dtype"]],
             checksum=signature,
+            scale_offset=None if scales is None else self.data_start + int(scales["data_offsets"][0]),
         )
 
-    def view(self, entry: Entry) -> tuple[memoryview, memoryview]:
-        """The sample's bytes (token ids, hidden states), not checked.
+    def view(self, entry: Entry) -> tuple[memoryview, ...]:
+        """The sample's bytes, part by part as :func:`sample_parts` has them, not checked.
 
         Raises:
             FormatError: the file ends before the sample does.
@@ -244,22 +284,24 @@ class WireFile:
         if entry.end > self.size:
             raise FormatError(f"the sample ends at byte {entry.end} and the file at {self.size}: cut off")
         whole = memoryview(self._map)
-        return (
-            whole[entry.token_offset : entry.token_offset + entry.token_bytes],
-            whole[entry.state_offset : entry.state_offset + entry.state_bytes],
-        )
+        return tuple(whole[offset : offset + size] for offset, size in entry.spans)
 
     def tensors(self, entry: Entry) -> tuple[Tensor, Tensor]:
-        """(token_ids int64 [T], hidden_states [T, ids, H_t]), as views of the mapping.
+        """(token_ids int64 [T], hidden_states [T, ids, H_t] in the layout's dtype).
+
+        What is stored as it is, is a view of the mapping.
 
         Raises:
             FormatError: cut off, or another checksum.
         """
-        token_view, state_view = self.view(entry)
-        if checksum(token_view, state_view) != entry.checksum:
+        parts = self.view(entry)
+        if checksum(*parts) != entry.checksum:
             raise FormatError("the data does not match its checksum (bits changed on the disk or on the way)")
-        token_ids = torch.frombuffer(token_view, dtype=torch.int64)
-        states = torch.frombuffer(state_view, dtype=DTYPES[entry.dtype][1]).view(entry.state_shape)
+        token_ids = torch.frombuffer(parts[0], dtype=torch.int64)
+        states = torch.frombuffer(parts[-1], dtype=_STORED[entry.dtype][1]).view(entry.state_shape)
+        if entry.encoding == "fp8":
+            scales = torch.frombuffer(parts[1], dtype=torch.float32).view(entry.state_shape[:2])
+            states = fp8.decode(states, scales, DTYPES[self.layout.dtype][1])
         return token_ids, states
 
     def ids(self) -> Iterable[str]:

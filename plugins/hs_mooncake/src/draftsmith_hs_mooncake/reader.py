@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,14 @@ from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, StateLay
 from draftsmith_hs_mooncake import admin, wire
 from draftsmith_hs_mooncake.buffers import checksum, region_of, tensor_bytes
 from draftsmith_hs_mooncake.place import Place
-from draftsmith_hs_mooncake.store import Code
+from draftsmith_hs_mooncake.store import Code, pauses
 
 __all__ = ["MooncakeReader"]
 
 #: A read that failed is made again so often: an object may have been removed, or put anew, while it was read.
 _READS = 3
+#: A manifest is written in milliseconds; one that takes longer had a writer that died.
+_RECORD_SECONDS = 0.5
 _KEYS_AT_ONCE = 1024
 _AGAIN = "capture it again: online training does (`online.missing: regenerate`)"
 
@@ -60,12 +63,14 @@ class MooncakeReader(HiddenStateReader):
                 where=self._place.where,
                 hint="an id is 32 lower-case hexadecimal digits",
             )
-        failure: SampleError
-        for _ in range(_READS):
+        deadline = time.monotonic() + _RECORD_SECONDS
+        for attempt in pauses(deadline):
             try:
                 return self._read(sample_id, expected_tokens)
             except _Unreadable as error:
                 failure = error.failure
+            if attempt + 1 >= _READS and not isinstance(failure, SampleIncomplete):
+                break
         raise failure
 
     def _read(self, sample_id: str, expected_tokens: int | None) -> HiddenStateSample:

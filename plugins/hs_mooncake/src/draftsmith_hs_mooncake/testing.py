@@ -50,7 +50,7 @@ class TestedStore:
     def usage(self) -> admin.Usage:
         return admin.usage(self.note.admin)
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         return [each for each in admin.keys(self.note.admin) if each]
 
     def log(self) -> str:
@@ -89,4 +89,4 @@ def mooncake_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestedS
     """A store of 256 MiB for the tests of a module, which must leave no key in it."""
     with running_store(tmp_path_factory.mktemp(f"store-{secrets.token_hex(2)}")) as store:
         yield store
-        assert store.keys() == []
+        assert store.all_keys() == []
