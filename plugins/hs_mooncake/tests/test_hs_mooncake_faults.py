@@ -94,7 +94,7 @@ client.put([key], [Region.of_bytes(bytearray(1000))])
 
 
 def kill_while_it_puts(store: TestedStore, process: subprocess.Popen[bytes], go: Path, size: int) -> None:
-    """Let *process* begin, and kill it while it waits for an owner that hangs, once it has *size* bytes of its memory."""
+    """Let *process* begin, and kill it while it waits for an owner that hangs, once *size* bytes are taken."""
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     owner, before = store.now.owner_process["pid"], store.usage().used

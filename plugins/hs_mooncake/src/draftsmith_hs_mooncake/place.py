@@ -99,8 +99,10 @@ class Place:
             if not self._write(name, wire.encode(name, values)):
                 continue
             settled = self._settled(name)
-            first = settled[min(settled)] if settled else None
-            if first is not None and first["owner"] != owner:  # it came a moment earlier
+            if not settled:  # removed at once, by a `remove_all` or a restart of the master
+                continue
+            first = settled[min(settled)]
+            if first["owner"] != owner:  # it came a moment earlier
                 self._remove_own(name, settled, owner)
                 self._refuse_others([first], owner)
             # The same run in an earlier process: the new claim says which process to look for.

@@ -5,6 +5,7 @@ Used in whatever process runs the verifier (vLLM's worker or the transformers en
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,10 @@ class MooncakeWriter(HiddenStateWriter):
         size = sum(each.size for each in regions)
         with self._place.client.room_for(size, f"sample {sample.sample_id}", deadline):
             self._publish(sample, regions, deadline)
+
+    def close(self) -> None:
+        with contextlib.suppress(TransportError):  # what could not be removed before; a store that is gone has none
+            self._place.client.remove([], self._place.patience)
 
     def _regions(self, sample: HiddenStateSample) -> list[Region]:
         tokens = tensor_bytes(sample.token_ids.cpu().contiguous())
@@ -104,11 +109,13 @@ class MooncakeWriter(HiddenStateWriter):
         data = wire.encode(name, manifest.values())
         for slot in (each for each in range(wire.SLOTS) if not taken[each]):
             if client.write_record(name, data, slot, patience):
-                if all(client.exist(keys, patience)):
-                    self._remove_older(name, older)
-                    return True
-                client.remove([slots[slot]], patience)
-                return False
+                # A reader may have used and removed it by now, the manifest first: that is no failure.
+                *chunks, committed = client.exist([*keys, slots[slot]], patience)
+                if committed and not all(chunks):  # they died with a master or an owner
+                    client.remove([slots[slot]], patience)
+                    return False
+                self._remove_older(name, older)
+                return True
         return False
 
     def _remove_older(self, name: str, older: Mapping[int, Mapping[str, object] | int]) -> None:

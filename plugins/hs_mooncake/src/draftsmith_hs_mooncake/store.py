@@ -117,6 +117,7 @@ class StoreClient:
         self._opening = threading.Lock()
         self._local = threading.local()
         self._budget = _Budget()
+        self._undead: set[str] = set()
         self._quarantined: list[tuple[float, Any]] = []
         self._down = Trouble(address.master, "does not answer; it is waited for", "answers again")
         self.full = Trouble(address.master, "is full; samples wait for room", "has room again")
@@ -238,9 +239,20 @@ class StoreClient:
         return [code == 1 for code in codes]
 
     def remove(self, keys: Sequence[str], patience: float) -> None:
-        """Remove objects, whoever reads them; harmless for those that are not there."""
-        if keys:
-            self._outlast(lambda: list(self._open().batch_remove(list(keys), True)), patience)
+        """Remove objects, whoever reads them; harmless for those that are not there.
+
+        The store refuses to remove an object whose put it does not know the end of, as after a time-out: chunks are
+        tried again with what is removed next. Other keys may be another object's by then.
+        """
+        with self._opening:
+            doomed = [*keys, *self._undead]
+            self._undead.clear()
+        if not doomed:
+            return
+        codes = self._outlast(lambda: list(self._open().batch_remove(doomed, True)), patience)
+        kept = [key for key, code in zip(doomed, codes, strict=True) if code not in (0, Code.NOT_FOUND)]
+        with self._opening:
+            self._undead.update(filter(wire.is_chunk, kept))
 
     def remove_matching(self, pattern: str, patience: float) -> int:
         """Remove every object whose key matches; how many there were."""
@@ -291,14 +303,19 @@ class StoreClient:
         return found
 
     def write_record(self, name: str, data: bytes, slot: int, patience: float) -> bool:
-        """Write a record into a slot that was empty; whether it lies there now, and not another writer's."""
+        """Write a record into a slot that was empty; whether it was stored, and not another writer's.
+
+        The store says that it was in any case. Another's record is found there then, or one that never ends; where
+        nothing is found, ours has been removed already.
+        """
         key = wire.slots_of(name)[slot]
         begun = time.monotonic()
         codes = self.put([key], [Region.of_bytes(data)])
         if self.is_outage(codes, begun) or codes != [0]:
             return False
         buffer = bytearray(len(data) + 1)
-        return self.get([key], [Region.of_bytes(buffer)], patience) == [len(data)] and buffer[: len(data)] == data
+        (code,) = self.get([key], [Region.of_bytes(buffer)], patience)
+        return code == Code.NOT_FOUND or (code == len(data) and buffer[:code] == data)
 
     # --- room -----------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ __all__ = [
     "committed_sample",
     "decode",
     "encode",
+    "is_chunk",
     "is_sample_id",
     "layout_from",
     "layout_name",
@@ -59,6 +60,7 @@ _ROOT = "hs1/"
 _SUM = 16
 _SAMPLE_ID = re.compile(r"[0-9a-f]{32}")
 _COMMIT = re.compile(r"s/([0-9a-f]{32})/m[0-9]")
+_CHUNK = re.compile(r"hs1/[^/]+/s/[0-9a-f]{32}/[0-9a-f]{16}/[0-9]+")
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -116,6 +118,11 @@ def committed_sample(run: str, key: str) -> str | None:
     prefix = run_prefix(run)
     found = _COMMIT.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
     return found.group(1) if found else None
+
+
+def is_chunk(key: str) -> bool:
+    """Whether *key* is one of data, which no other attempt ever has."""
+    return _CHUNK.fullmatch(key) is not None
 
 
 # --- records -----------------------------------------------------------------------------------------------------
