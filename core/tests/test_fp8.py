@@ -106,3 +106,12 @@ def test_long_samples_and_views_are_coded_alike():
     assert torch.equal(
         fp8.decode(values.transpose(0, 1), scales.transpose(0, 1), torch.bfloat16).transpose(0, 1), by_token
     )
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_one_run_of_bytes_holds_all(dtype):
+    plain = torch.randn(7, 3, 5, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
+    packed = fp8.pack(plain)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (fp8.stored_bytes(7, 3, 5),)
+    assert torch.equal(fp8.unpack(packed, (7, 3, 5), plain.dtype), coded(plain))

@@ -15,7 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["SCALE_BYTES", "VALUES", "decode", "encode", "stored_bytes"]
+__all__ = ["SCALE_BYTES", "VALUES", "decode", "encode", "pack", "stored_bytes", "unpack"]
 
 #: dtype of the coded values.
 VALUES = torch.float8_e4m3fn
@@ -63,6 +63,24 @@ def decode(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         numbers = table.index_select(0, part.reshape(-1).int()).view(part.shape).mul_(scale.unsqueeze(-1))
         out.copy_(numbers.clamp_(-limit, limit))
     return states.view(values.shape)
+
+
+def pack(states: Tensor) -> Tensor:
+    """*states* [T, ids, H] as one run of bytes, uint8 [stored_bytes(T, ids, H)]: all scales, then all values."""
+    values, scales = encode(states)
+    return torch.cat([scales.view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)])
+
+
+def unpack(data: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`pack`.
+
+    Args:
+        data: contiguous uint8, its memory aligned to 4 bytes.
+        shape: T, ids, H.
+    """
+    tokens, ids, _ = shape
+    scales, values = data[: SCALE_BYTES * tokens * ids], data[SCALE_BYTES * tokens * ids :]
+    return decode(values.view(VALUES).view(shape), scales.view(torch.float32).view(tokens, ids), dtype)
 
 
 def stored_bytes(tokens: int, ids: int, hidden_size: int) -> int:

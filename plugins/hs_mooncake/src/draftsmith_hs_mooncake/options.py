@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, in_, instance_of, matches_re, optional
@@ -56,6 +56,11 @@ class MooncakeOptions:
     )
     device: str = field(
         default="", validator=instance_of(str), metadata={"help": "RDMA devices, comma-separated; empty with tcp"}
+    )
+    encoding: Literal["plain", "fp8"] = field(
+        default="plain",
+        validator=in_(("plain", "fp8")),
+        metadata={"help": "fp8: states in eight bits, scaled by token and layer: half the bytes, and not exact"},
     )
     chunk_mebibytes: int = field(
         default=32,

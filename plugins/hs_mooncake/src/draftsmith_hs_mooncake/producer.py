@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from draftsmith import fp8
 from draftsmith.errors import SampleCorrupt, TransportError
 from draftsmith.interfaces import HiddenStateSample, HiddenStateWriter, StateLayout
 from draftsmith_hs_mooncake import wire
@@ -26,8 +27,9 @@ __all__ = ["MooncakeWriter"]
 class MooncakeWriter(HiddenStateWriter):
     """Publishes samples: chunks under keys that no other attempt uses, then the manifest. Threads may share it."""
 
-    def __init__(self, place: Place, layout: StateLayout) -> None:
+    def __init__(self, place: Place, layout: StateLayout, encoding: str = "plain") -> None:
         self._place = place
+        self._encoding = encoding
         self._layout = layout
         place.set_layout(layout)
         self._outages = place.client.outages
@@ -60,7 +62,8 @@ class MooncakeWriter(HiddenStateWriter):
 
     def _regions(self, sample: HiddenStateSample) -> list[Region]:
         tokens = tensor_bytes(sample.token_ids.cpu().contiguous())
-        states = tensor_bytes(sample.hidden_states.detach().cpu().contiguous())
+        plain = sample.hidden_states.detach().cpu().contiguous()
+        states = fp8.pack(plain) if self._encoding == "fp8" else tensor_bytes(plain)
         _, *sizes = wire.chunk_sizes(len(tokens), len(states), self._place.chunk_bytes)
         return [region_of(tokens), *(region_of(each) for each in torch.split(states, sizes))]
 
@@ -76,6 +79,7 @@ class MooncakeWriter(HiddenStateWriter):
                 tokens=len(sample.token_ids),
                 sizes=tuple(each.size for each in regions),
                 sums=sums,
+                encoding=self._encoding,
             )
             keys = manifest.keys(self._place.run)
             begun = time.monotonic()

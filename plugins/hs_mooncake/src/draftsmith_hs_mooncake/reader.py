@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith import fp8
 from draftsmith.errors import SampleCorrupt, SampleError, SampleIncomplete, SampleMissing
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, StateLayout
 from draftsmith_hs_mooncake import admin, wire
@@ -80,9 +81,13 @@ class MooncakeReader(HiddenStateReader):
             self._corrupt(sample_id, f"the states cover {manifest.tokens} tokens and the row has {expected_tokens}")
         token_ids = torch.empty(manifest.tokens, dtype=torch.int64)
         shape = (manifest.tokens, len(self._layout.layer_ids), self._layout.hidden_size)
-        states = torch.empty(shape, dtype=getattr(torch, self._layout.dtype))
+        dtype = getattr(torch, self._layout.dtype)
+        coded = manifest.encoding == "fp8"
+        states = torch.empty(manifest.state_bytes, dtype=torch.uint8) if coded else torch.empty(shape, dtype=dtype)
         pieces = [tensor_bytes(token_ids), *torch.split(tensor_bytes(states), list(manifest.sizes[1:]))]
         self._receive(manifest, pieces)
+        if coded:
+            states = fp8.unpack(states, shape, dtype)
         sample = HiddenStateSample(sample_id=sample_id, token_ids=token_ids, hidden_states=states)
         problem = sample.problem(self._layout)
         if problem is not None:

@@ -69,7 +69,7 @@ class MooncakeTransport(HiddenStateTransport):
         )
 
     def writer(self, layout: StateLayout) -> HiddenStateWriter:
-        return MooncakeWriter(self.place(), layout)
+        return MooncakeWriter(self.place(), layout, self.options.encoding)
 
     def reader(self, layout: StateLayout) -> HiddenStateReader:
         reader = MooncakeReader(functools.partial(_place_of, self), layout)
@@ -82,7 +82,7 @@ class MooncakeTransport(HiddenStateTransport):
         place.check_layout(layout)
 
     def bytes_for(self, layout: StateLayout, tokens: int, samples: int) -> int:
-        data = super().bytes_for(layout, tokens, 0)
+        data = 8 * tokens + wire.state_bytes(layout, tokens, self.options.encoding)
         chunks = 2 * samples + data // (self.options.chunk_mebibytes << 20)
         return data + _MANIFEST_BYTES * samples + _CHUNK_ENTRY_BYTES * chunks
 

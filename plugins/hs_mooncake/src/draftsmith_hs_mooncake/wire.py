@@ -50,9 +50,11 @@ __all__ = [
     "run_prefix",
     "run_regex",
     "slots_of",
+    "state_bytes",
 ]
 
 VERSION = 1
+ENCODINGS = ("plain", "fp8")
 SLOTS = 4
 #: The longest record: a manifest of some thousand chunks.
 RECORD_BYTES = 64 << 10
@@ -166,6 +168,7 @@ class Manifest:
         tokens: T.
         sizes: bytes of each chunk; the first is the token ids.
         sums: xxh3-64 of each, 16 hex digits.
+        encoding: ``plain``, or ``fp8``: the states are what :func:`draftsmith.fp8.pack` makes of them.
     """
 
     sample_id: str
@@ -174,6 +177,7 @@ class Manifest:
     tokens: int
     sizes: tuple[int, ...]
     sums: tuple[str, ...]
+    encoding: str = "plain"
 
     def values(self) -> dict[str, Any]:
         return attrs.asdict(self)
@@ -184,10 +188,16 @@ class Manifest:
         names = [each.name for each in attrs.fields(cls)]
         read = {**{name: values[name] for name in names}, "layout": layout_from(values["layout"])}
         manifest = cls(**{**read, "sizes": tuple(read["sizes"]), "sums": tuple(read["sums"])})
-        token_bytes, state_bytes = 8 * manifest.tokens, _state_bytes(manifest.layout, manifest.tokens)
+        if manifest.encoding not in ENCODINGS:
+            raise FormatError(f"its states are coded as {manifest.encoding!r}, which this release does not know")
+        token_bytes, state_bytes = 8 * manifest.tokens, manifest.state_bytes
         if manifest.sizes[0] != token_bytes or sum(manifest.sizes[1:]) != state_bytes:
             raise FormatError(f"its chunks have {manifest.sizes} bytes, the sample {token_bytes} and {state_bytes}")
         return manifest
+
+    @property
+    def state_bytes(self) -> int:
+        return state_bytes(self.layout, self.tokens, self.encoding)
 
     def keys(self, run: str) -> list[str]:
         """The keys of its chunks, in order."""
@@ -195,7 +205,12 @@ class Manifest:
         return [f"{prefix}{self.attempt}/{place:04d}" for place in range(len(self.sizes))]
 
 
-def _state_bytes(layout: StateLayout, tokens: int) -> int:
+def state_bytes(layout: StateLayout, tokens: int, encoding: str) -> int:
+    """Bytes of the states of *tokens* tokens as they are stored."""
+    if encoding == "fp8":
+        from draftsmith import fp8  # which loads torch
+
+        return fp8.stored_bytes(tokens, len(layout.layer_ids), layout.hidden_size)
     return tokens * len(layout.layer_ids) * layout.hidden_size * _WIDTHS[layout.dtype]
 
 
