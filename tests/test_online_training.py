@@ -24,12 +24,12 @@ from draftsmith.pipeline import run_all
 from draftsmith.plugins import load_plugins
 from draftsmith.testing.training import assert_same_training
 from draftsmith.testing.verifiers import make_tiny_verifier
-from draftsmith.train.run import run_train
+from draftsmith.train.run import run_train, train_fingerprint
 from draftsmith_hs_mooncake.testing import running_store
 
 pytestmark = pytest.mark.slow
 
-WORDS = "the grass is green and holds a dye that eats red and blue light while stones are grey".split()
+WORDS = ("the", "grass", "is", "green", "and", "holds", "a", "dye", "that", "eats", "red", "light", "while", "stones")
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,8 @@ def store(tmp_path_factory):
 def make(offline, tmp_path, store):
     """``make(transport, *overrides)``: the run online, in a folder that holds the prepared data alone."""
     shutil.copytree(offline.parent / "run" / "prepared", tmp_path / "run" / "prepared")
-    named = {
-        "hs_file": "hs_file",
-        "hs_mooncake": f"{{name: hs_mooncake, options: {{master: '{store.note.master}', admin: '{store.note.admin}'}}}}",
-    }
+    address = f"{{master: '{store.note.master}', admin: '{store.note.admin}'}}"
+    named = {"hs_file": "hs_file", "hs_mooncake": f"{{name: hs_mooncake, options: {address}}}"}
 
     def overrides(transport, *more):
         return [f"output={tmp_path / 'run'}", "capture.mode=online", f"transport={named[transport]}", *more]
@@ -134,3 +132,10 @@ def test_a_store_that_dies_in_the_middle_costs_time_and_no_bit(offline, make, st
     assert store.all_keys() == []
     if record.summary["online"]["regenerated"]:
         assert "captured again" in text.getvalue()
+
+
+def test_only_what_decides_the_states_makes_another_training(make):
+    base = train_fingerprint(make("hs_file"))
+    assert train_fingerprint(make("hs_mooncake")) == base
+    assert train_fingerprint(make("hs_file", "transport={name: hs_file, options: {shard_mebibytes: 9}}")) == base
+    assert train_fingerprint(make("hs_file", "transport={name: hs_file, options: {encoding: fp8}}")) != base

@@ -486,3 +486,4 @@ def test_online_keys_are_explained(recipe, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:2] == ["online.ahead", "64"] and line.endswith("default") for line in lines)
     assert any(line.split()[:2] == ["capture.mode", "online"] and line.endswith("--set") for line in lines)
+    assert any(line.startswith("engine of the capture: ") and "while the draft is trained" in line for line in lines)

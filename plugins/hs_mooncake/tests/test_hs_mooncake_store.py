@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from draftsmith.capture.address import TransportAddress
 from draftsmith.cli import main
@@ -34,6 +36,7 @@ from draftsmith_hs_mooncake.transport import MooncakeTransport
 __all__ = ["mooncake_store"]
 
 LAYOUT = make_layout()
+OTHER_MASTER = os.environ.get("DRAFTSMITH_TEST_OTHER_MASTER")
 
 
 @pytest.fixture
@@ -76,11 +79,26 @@ def test_something_else_than_a_master_of_this_version(mooncake_store: TestedStor
     """What answers at the master's address does not speak the client's language: here, its own admin server."""
     options = mooncake_store.options(master=mooncake_store.note.admin)
     begun = time.monotonic()
-    with pytest.raises(StoreUnreachable, match="refuses this client") as caught:
+    with pytest.raises(StoreUnreachable, match="no Mooncake master") as caught:
         MooncakeTransport(options, tmp_path / "run").reader(LAYOUT)
     assert time.monotonic() - begun < 30
     assert importlib.metadata.version(installed.installed_build()[0]) in str(caught.value)
     assert caught.value.where == mooncake_store.note.admin
+
+
+@pytest.mark.skipif(OTHER_MASTER is None, reason="DRAFTSMITH_TEST_OTHER_MASTER names no master of another version")
+def test_a_master_of_another_version(tmp_path: Path) -> None:
+    """Such as that of 0.3.11, taken out of its wheel: the client sets up, and its health check says 0."""
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    command = [str(OTHER_MASTER), "--rpc_address=127.0.0.1", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as master:
+        try:
+            with pytest.raises(StoreUnreachable, match="a Mooncake master of another version") as caught:
+                MooncakeTransport(MooncakeOptions(master=address), tmp_path / "run").reader(LAYOUT)
+        finally:
+            master.terminate()
+    assert caught.value.where == address
 
 
 def test_an_admin_address_where_nothing_is(mooncake_store: TestedStore, tmp_path: Path) -> None:
@@ -128,6 +146,12 @@ def test_the_store_must_be_installed_once(
         installed.installed_build()
     for extra in ("cpu", "cuda12", "cuda13"):
         assert f'pip install "draftsmith-hs-mooncake[{extra}]"' in str(caught.value.hint)
+
+
+def test_the_extras_are_the_builds() -> None:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert {extra: Requirement(only).name for extra, (only,) in extras.items()} == installed.BUILDS
 
 
 def test_a_record_is_known_by_its_checksum_and_its_name() -> None:

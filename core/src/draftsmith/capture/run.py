@@ -124,13 +124,15 @@ def capture_settings(run: ResolvedRun) -> dict[str, Any]:
     """
     capture, online = run.recipe.capture, run.recipe.online
     options = cattrs.unstructure(run.transport_options)
+    defaults = {each.name: each.default for each in attrs.fields(type(run.transport_options))}
+    lossy = {name: options[name] for name in run.transport.lossy if options[name] != defaults[name]}
     return {
         "verifier": run.verifier.fingerprint,
         "layer_ids": run.requirements.ids(run.verifier.num_layers),
         "engine": "vllm" if run.recipe.captures_online and online.endpoints else capture.engine,
         "compute_dtype": capture.dtype,
         "dtype": capture.store_dtype,
-        **({"lossy": lossy} if (lossy := {name: options[name] for name in run.transport.lossy}) else {}),
+        **({"transport": lossy} if lossy else {}),
     }
 
 

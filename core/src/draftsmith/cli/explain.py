@@ -33,6 +33,14 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
+def _engine(run: ResolvedRun) -> str:
+    if not run.recipe.captures_online:
+        return run.capture_engine
+    servers = run.recipe.online.endpoints
+    where = f"vllm, on {', '.join(servers)}" if servers else run.capture_engine
+    return f"{where}, while the draft is trained"
+
+
 def print_explanation(run: ResolvedRun) -> None:
     """Three columns on stdout, then what was derived and who provides what."""
     rows = explanation(run)
@@ -44,7 +52,7 @@ def print_explanation(run: ResolvedRun) -> None:
     for name, value in run.derived.items():
         print(f"algorithm.options.{name} comes to {_shown(value)}")
     print(f"layer ids to capture: {list(run.requirements.ids(run.verifier.num_layers))}")
-    print(f"engine of the capture: {run.capture_engine}")
+    print(f"engine of the capture: {_engine(run)}")
     print(f"verifier: {run.verifier.path} ({run.verifier.fingerprint})")
     print(f"output: {run.folders.output}")
     for kind, item, catalog in (

@@ -516,6 +516,7 @@ class OnlineStates:
         there = self._reader.complete_ids()
         for ticket in waiting:
             if ticket.sample_id not in there:
+                self._delete(ticket.sample_id)  # a list may be older than the sample
                 stream.replace(ticket, self._capture.ask_again(ticket))
 
     def _read(self, ticket: _Ticket) -> HiddenStateSample:

@@ -20,5 +20,6 @@ def draftsmith_transports() -> Sequence[api.Transport]:
             implementation="draftsmith_hs_file.transport:FileTransport",
             options=FileOptions,
             guarantees=api.TransportGuarantees(persistent=True, random_access=True, concurrent_writers=True),
+            lossy=("encoding",),
         )
     ]

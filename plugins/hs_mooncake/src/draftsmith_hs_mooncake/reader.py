@@ -13,7 +13,7 @@ from draftsmith import fp8
 from draftsmith.errors import SampleCorrupt, SampleError, SampleIncomplete, SampleMissing
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, StateLayout
 from draftsmith_hs_mooncake import admin, wire
-from draftsmith_hs_mooncake.buffers import checksum, region_of, tensor_bytes
+from draftsmith_hs_mooncake.buffers import checksum, empty, region_of, tensor_bytes
 from draftsmith_hs_mooncake.place import Place
 from draftsmith_hs_mooncake.store import Code, pauses
 
@@ -79,11 +79,11 @@ class MooncakeReader(HiddenStateReader):
         self._place.compare_layout(manifest.layout, self._layout)
         if expected_tokens is not None and manifest.tokens != expected_tokens:
             self._corrupt(sample_id, f"the states cover {manifest.tokens} tokens and the row has {expected_tokens}")
-        token_ids = torch.empty(manifest.tokens, dtype=torch.int64)
+        token_ids = empty((manifest.tokens,), torch.int64)
         shape = (manifest.tokens, len(self._layout.layer_ids), self._layout.hidden_size)
         dtype = getattr(torch, self._layout.dtype)
         coded = manifest.encoding == "fp8"
-        states = torch.empty(manifest.state_bytes, dtype=torch.uint8) if coded else torch.empty(shape, dtype=dtype)
+        states = empty((manifest.state_bytes,), torch.uint8) if coded else empty(shape, dtype)
         pieces = [tensor_bytes(token_ids), *torch.split(tensor_bytes(states), list(manifest.sizes[1:]))]
         self._receive(manifest, pieces)
         if coded:

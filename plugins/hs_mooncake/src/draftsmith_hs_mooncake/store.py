@@ -34,6 +34,8 @@ _FIRST_SECONDS = 5.0
 _QUARANTINE_SECONDS = 120.0
 #: The share of the store that one process fills with samples that are not committed yet.
 _IN_FLIGHT = 0.8
+#: A key that is never there.
+_PROBE = "hs1"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 
 
@@ -141,15 +143,20 @@ class StoreClient:
         store = module.MooncakeDistributedStore()
         protocol, device = self.address.protocol, self.address.device
         code = store.setup(host, "P2PHANDSHAKE", 0, 0, protocol, device, self.address.master)
-        if code != 0:
-            name, version = installed_build()
-            raise StoreUnreachable(
-                f"something answers there, and refuses this client ({name} {version}, {protocol}; code {code}): "
-                "no Mooncake master, one of another version, or one that hangs",
-                where=self.address.master,
-                hint="install one version of the store on all hosts; `mooncake_master --version` says which runs",
-            )
+        # A master of another version lets the client set up and says that all is well: it then fails every other call.
+        known = code == 0 and store.batch_is_exist([_PROBE])[0] >= 0
+        if not known:
+            other = code == 0 and store.health_check() == 0
+            raise self._refused("a Mooncake master of another version" if other else "no Mooncake master, or it hangs")
         return store
+
+    def _refused(self, what: str) -> StoreUnreachable:
+        name, version = installed_build()
+        return StoreUnreachable(
+            f"what answers there refuses this client ({name} {version}, by {self.address.protocol}): it is {what}",
+            where=self.address.master,
+            hint="install one version of the store on all hosts; `mooncake_master --version` says which runs",
+        )
 
     def _reach_master(self) -> str:
         """The address of this host as the master sees it; the store's own way to find no master takes much longer."""
@@ -175,18 +182,15 @@ class StoreClient:
     def put(self, keys: Sequence[str], regions: Sequence[Region]) -> list[int]:
         """Store objects, hard-pinned; 0 or a code for each. Not retried: a second put of a key stores nothing."""
         store = self._open()
-        if self.address.staging_bytes is None:
-            addresses, sizes = [each.address for each in regions], [each.size for each in regions]
-            codes = list(store.batch_put_from(list(keys), addresses, sizes, self._settings))
-        else:
-            codes = [self._put_staged(store, key, region) for key, region in zip(keys, regions, strict=True)]
+        codes = []
+        for some, memory in self._batches(store, keys, regions):
+            for region, copy in memory:
+                if copy is not region:
+                    ctypes.memmove(copy.address, region.address, region.size)
+            addresses, sizes = [copy.address for _, copy in memory], [copy.size for _, copy in memory]
+            codes += list(store.batch_put_from(some, addresses, sizes, self._settings))
         self._after_transfer(codes, regions)
         return codes
-
-    def _put_staged(self, store: Any, key: str, region: Region) -> int:
-        staging = self._staging(store)
-        ctypes.memmove(staging.address, region.address, region.size)
-        return int(store.put_from(key, staging.address, region.size, self._settings))
 
     def get(self, keys: Sequence[str], regions: Sequence[Region], patience: float) -> list[int]:
         """Read objects; the bytes read, or a code, for each. Waits while the master is down."""
@@ -196,24 +200,46 @@ class StoreClient:
 
     def _get(self, keys: Sequence[str], regions: Sequence[Region]) -> list[int]:
         store = self._open()
-        if self.address.staging_bytes is None:
-            addresses, sizes = [each.address for each in regions], [each.size for each in regions]
-            return list(store.batch_get_into(list(keys), addresses, sizes))
-        return [self._get_staged(store, key, region) for key, region in zip(keys, regions, strict=True)]
+        codes = []
+        for some, memory in self._batches(store, keys, regions):
+            addresses, sizes = [copy.address for _, copy in memory], [copy.size for _, copy in memory]
+            found = list(store.batch_get_into(some, addresses, sizes))
+            for (region, copy), size in zip(memory, found, strict=True):
+                if copy is not region and size > 0:
+                    ctypes.memmove(region.address, copy.address, size)
+            codes += found
+        return codes
 
-    def _get_staged(self, store: Any, key: str, region: Region) -> int:
+    def _batches(
+        self, store: Any, keys: Sequence[str], regions: Sequence[Region]
+    ) -> Iterator[tuple[list[str], list[tuple[Region, Region]]]]:
+        """What one call each takes: keys, and for each its memory and the memory that travels.
+
+        The two are the same where the store takes any memory; else the second is a part of the registered buffer, and
+        there are as many batches as it takes.
+        """
+        if self.address.staging_bytes is None:
+            yield list(keys), [(each, each) for each in regions]
+            return
         staging = self._staging(store)
-        size = int(store.get_into(key, staging.address, region.size))
-        if size > 0:
-            ctypes.memmove(region.address, staging.address, size)
-        return size
+        some: list[str] = []
+        memory: list[tuple[Region, Region]] = []
+        used = 0
+        for key, region in zip(keys, regions, strict=True):
+            if used + region.size > staging.size:
+                yield some, memory
+                some, memory, used = [], [], 0
+            some.append(key)
+            memory.append((region, Region(staging.address + used, region.size, staging.keep)))
+            used += region.size
+        yield some, memory
 
     def _staging(self, store: Any) -> Region:
         """This thread's registered buffer, made anew after a transfer that may still be using the last one."""
         staging: Region | None = getattr(self._local, "staging", None)
         if staging is None:
             assert self.address.staging_bytes is not None
-            staging = Region.of_bytes(bytearray(max(self.address.staging_bytes, wire.RECORD_BYTES)))
+            staging = Region.of_bytes(bytearray(self.address.staging_bytes))
             code = store.register_buffer(staging.address, staging.size)
             if code != 0:
                 raise TransportError(
