@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     arguments = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this process
     folder = Path(tempfile.mkdtemp(prefix="online-"))
     recipe = folder / "recipe.yaml"
     # JSON is YAML.

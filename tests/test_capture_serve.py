@@ -102,7 +102,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     verifier = make_tiny_verifier(folder / "verifier", "llama")
     path = folder / "recipe.yaml"
     path.write_text(
-        f"verifier: {verifier}\nalgorithm: eagle3\noutput: {folder / 'out'}\ntransport: hs_file\n"
+        f"verifier: {verifier}\nalgorithm: eagle3\noutput: {folder / 'out'}\n"
+        f"transport: {{name: hs_file, options: {{folder: {folder / 'states'}}}}}\n"
         f"data: {{sources: [elsewhere.jsonl], max_length: {LONGEST}}}\n"
         "capture: {mode: online, dtype: float32, store_dtype: float32, batch_tokens: 128}\n"
     )
@@ -125,7 +126,7 @@ def server(recipe: Path) -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def transport(run):
-    return open_transport(draftsmith_transports()[0], FileOptions(), run.folders.states / "samples")
+    return open_transport(run.transport, run.transport_options, run.folders.states / "samples")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ Imported by vLLM only (``kv_connector_module_path``), with vLLM present.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -285,6 +286,7 @@ class _Worker:
             self._report(ready, "failed", getattr(error, "what", None) or str(error), type(error).__name__)
             if self.stop_on_error:
                 raise
+            self._drop_writer()
         else:
             self._report(ready, status, why)
 
@@ -307,6 +309,14 @@ class _Worker:
             if self._writer is None:
                 self._writer = self.address.open().writer(self.address.state_layout())
             return self._writer
+
+    def _drop_writer(self) -> None:
+        """Have the next sample open another one: a run that ends or begins removes what this one found there."""
+        with self._opening:
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(Exception):
+                writer.close()
 
     def _report(self, ready: _Ready, status: str, why: str = "", kind: str = "") -> None:
         """One line, so that the process that asked learns it, in whichever process this one is."""
