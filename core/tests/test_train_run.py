@@ -18,6 +18,7 @@ from rich.console import Console
 from draftsmith import api
 from draftsmith.capture.run import run_capture
 from draftsmith.checkpoint.training import checkpoints, load_training_weights, read_newest
+from draftsmith.data.dataset import open_prepared
 from draftsmith.errors import (
     ConfigError,
     FingerprintMismatch,
@@ -81,6 +82,9 @@ def test_a_run_from_start_to_end(run):
     steps = record.summary["steps"]
     log = log_of(resolved)
     assert [line["step"] for line in log if line["phase"] == "train"] == list(range(1, steps + 1))
+    for epoch in range(resolved.recipe.train.epochs):
+        samples = sum(line["samples"] for line in log if line["phase"] == "train" and line["epoch"] == epoch)
+        assert samples == len(open_prepared(resolved.folders.prepared).train)
     validated = [line["step"] for line in log if line["phase"] == "validation"]
     assert validated == sorted({*range(4, steps + 1, 4), steps})
     train = [line["loss"] for line in log if line["phase"] == "train"]

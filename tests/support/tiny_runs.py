@@ -30,11 +30,11 @@ REDUCED = {"vocabulary": {"draft_size": 128}, "capture": {"engine": "transformer
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "what", "is", "capital", "of", "France")
 
 
-def write_chats(folder: Path, *, words: tuple[int, int] = (8, 20)) -> Path:
-    """Forty conversations of random words, each text of *words* (fewest, most) of them: ``chats.jsonl``."""
+def write_chats(folder: Path, *, words: tuple[int, int] = (8, 20), count: int = 40) -> Path:
+    """*count* conversations of random words, each text of *words* (fewest, most) of them: ``chats.jsonl``."""
     draw, path = random.Random(0), folder / "chats.jsonl"
     with open(path, "w", encoding="utf-8") as file:
-        for _ in range(40):
+        for _ in range(count):
             question, answer = (" ".join(draw.choices(_WORDS, k=draw.randint(*words))) for _ in range(2))
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")

@@ -158,6 +158,17 @@ def test_a_producer_killed_while_it_commits(
     assert no_keys_soon(mooncake_store, transport)
 
 
+def test_the_room_of_what_was_never_finished_is_free_again(tmp_path: Path) -> None:
+    """The store lists it nowhere and removes it for nobody; left to itself it keeps it for ten minutes."""
+    with running_store(tmp_path / "store", unfinished_seconds=4) as store:
+        transport = MooncakeTransport(store.options(chunk_mebibytes=1), tmp_path / "run")
+        with python(_PUT, transport, LAYOUT, sample(1, 50), tmp_path / "go") as process:
+            kill_while_it_puts(store, process, tmp_path / "go", 49 << 20)
+        transport.remove_all()
+        assert store.usage().used >= 49 << 20
+        wait_until(lambda: store.usage().used == 0, "its room is free")
+
+
 # --- a store that is full -----------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ from draftsmith_hs_mooncake.plugin import draftsmith_transports
 from draftsmith_hs_mooncake.processes import identity, is_gone
 from draftsmith_hs_mooncake.testing import TestedStore, mooncake_store
 from draftsmith_hs_mooncake.transport import MooncakeTransport
+from draftsmith_hs_mooncake.trouble import Trouble
 
 __all__ = ["mooncake_store"]
 
@@ -455,3 +456,23 @@ def test_from_one_host_to_another(two_hosts: tuple[str, str], tmp_path: Path) ->
             assert read.stdout == b"read all\n", read.stderr.decode()
     finally:
         store("down")
+
+
+# --- trouble that passes -----------------------------------------------------------------------------------------
+
+
+def test_trouble_is_told_when_it_begins_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """In one line each, whatever many threads meet; a call that was made before it says nothing of it."""
+    trouble = Trouble("10.0.0.5:1", "is full", "has room again")
+    before = time.monotonic() - 5
+    trouble.over(before)
+    assert not caplog.messages
+    for begun in (before + 1, before, before + 2):
+        trouble.met(begun)
+    trouble.over(before)
+    assert caplog.messages == ["the store at 10.0.0.5:1 is full"]
+    trouble.over(before + 3)
+    trouble.over(before + 4)
+    assert caplog.messages[1:] == ["the store at 10.0.0.5:1 has room again after 4 s"]
+    trouble.met(before + 5)
+    assert len(caplog.messages) == 3

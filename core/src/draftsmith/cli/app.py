@@ -67,12 +67,12 @@ _SHARED = ("train",)
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
+    if arguments and f"{name} {arguments[0]}" in COMMANDS:  # a recipe of that name is ./NAME
+        name, arguments = f"{name} {arguments[0]}", arguments[1:]
     if name not in _SHARED and process_count() > 1:
         from draftsmith.pipeline import only_training_is_shared
 
         raise mark_shared(only_training_is_shared(process_count()))
-    if arguments and f"{name} {arguments[0]}" in COMMANDS:  # a recipe of that name is ./NAME
-        name, arguments = f"{name} {arguments[0]}", arguments[1:]
     if name in COMMANDS:
         module = importlib.import_module(f"draftsmith.cli.{name.replace(' ', '_')}")
         parser = common.Parser(prog=f"draftsmith {name}", description=module.__doc__, formatter_class=common.Raw)

@@ -130,6 +130,11 @@ class OnlineConfig:
     patience: float = field(
         default=600.0, validator=gt(0), metadata=_help("seconds to wait for endpoints that are all down")
     )
+    request_timeout: float = field(
+        default=120.0,
+        validator=gt(0),
+        metadata=_help("seconds for one row at an endpoint; what hangs is noticed by it, and its rows go elsewhere"),
+    )
 
 
 @frozen(kw_only=True)

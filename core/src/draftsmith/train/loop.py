@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 #: (sample id, reason) of samples that were left out of a row.
 Skipped = tuple[tuple[str, str], ...]
+#: Of a row its tokens, its samples, and what was left out of it.
+Contents = tuple[int, int, Skipped]
 
 #: Metrics shown beside the progress bar.
 _SHOWN = ("loss", "eal", "position_0_acc")
@@ -177,27 +179,28 @@ def _load(rows: Iterator[LoadedRow], count: int) -> tuple[list[LoadedRow] | Draf
         return error, "failed"
 
 
-def _read(loaded: list[LoadedRow] | DraftsmithError) -> list[tuple[int, Skipped]]:
-    """Of each row its tokens, and what was left out of it."""
-    return [] if isinstance(loaded, DraftsmithError) else [(row.tokens, row.skipped) for row in loaded]
+def _read(loaded: list[LoadedRow] | DraftsmithError) -> list[Contents]:
+    if isinstance(loaded, DraftsmithError):
+        return []
+    return [(row.tokens, len(row.row.sample_ids), row.skipped) for row in loaded]
 
 
 def _one_step(
     job: Job,
     state: TrainingState,
     loaded: Sequence[LoadedRow],
-    found: Sequence[tuple[int, Skipped]],
+    found: Sequence[Contents],
     started: float,
 ) -> tuple[TrainingState, int, dict[str, object]]:
     """The next optimiser step: its state, its tokens, and what the progress bar shows.
 
     Args:
         loaded: this rank's rows.
-        found: tokens of all ranks' rows, and what was left out of each, by place.
+        found: what all ranks' rows hold, by place.
         started: when the step began to wait for its rows.
     """
     step = state.step
-    left_out = [each for _, skipped in found for each in skipped]
+    left_out = [each for _, _, skipped in found for each in skipped]
     _tell_skipped(job, left_out)
     rates = job.optimizers.set_rate(_rate_factor(job, step))
     result = train_step(
@@ -208,15 +211,14 @@ def _one_step(
         clip_norm=job.config.clip_norm,
         ranks=job.ranks,
     )
-    tokens = sum(count for count, _ in found)
+    tokens = sum(count for count, _, _ in found)
     skipped = tuple(dict.fromkeys((*state.skipped, *(name for name, _ in left_out))))
     state = attrs.evolve(state, step=step + 1, tokens=state.tokens + tokens, skipped=skipped)
     _check_some_tokens(job, state)
     values = {**divide(result.pairs), "gradient_norm": result.gradient_norm}
     values |= {f"learning_rate_{name}": rate for name, rate in rates.items()}
-    job.log.write(
-        {"step": state.step, "phase": "train", "epoch": job.order.epoch_of(step), "tokens": state.tokens, **values}
-    )
+    counts = {"tokens": state.tokens, "samples": sum(count for _, count, _ in found)}
+    job.log.write({"step": state.step, "phase": "train", "epoch": job.order.epoch_of(step), **counts, **values})
     seconds = time.monotonic() - started
     idle = job.idle()
     job.events.step_finished(

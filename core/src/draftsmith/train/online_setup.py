@@ -176,7 +176,8 @@ def capture_endpoints(
             layout=layout,
             longest=longest,
         )
-        return [ServerEndpoint(url, expected) for url in run.recipe.online.endpoints]
+        timeout = run.recipe.online.request_timeout
+        return [ServerEndpoint(url, expected, timeout=timeout) for url in run.recipe.online.endpoints]
     return [EngineEndpoint(make_engine(run.capture_engine, run, transport, layout, longest=longest))]
 
 

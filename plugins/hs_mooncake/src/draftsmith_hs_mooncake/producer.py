@@ -82,10 +82,14 @@ class MooncakeWriter(HiddenStateWriter):
                 encoding=self._encoding,
             )
             keys = manifest.keys(self._place.run)
+            begun = time.monotonic()
             codes = self._place.client.put(keys, regions)
             if not any(codes) and self._commit(manifest, keys):
+                self._place.client.full.over(begun)
                 return
-            self._place.client.is_outage(codes)
+            self._place.client.is_outage(codes, begun)
+            if Code.FULL in codes:
+                self._place.client.full.met(begun)
             # What of this attempt is stored holds room that another sample may be waiting for.
             self._place.client.remove(keys, self._place.patience)
         self._raise(sample.sample_id, sum(each.size for each in regions), codes)
@@ -136,7 +140,7 @@ class MooncakeWriter(HiddenStateWriter):
                 hint="a larger store (`draftsmith store up --size`), fewer samples ahead (`online.ahead`), smaller "
                 "chunks (the option `chunk_mebibytes`), or `draftsmith store gc` for what dead runs left",
             )
-        if client.is_outage(codes):
+        if client.is_outage(codes, time.monotonic()):
             raise client.unreachable(patience)
         raise TransportError(
             f"sample {sample_id} could not be stored for {patience:g} s; the store's codes: {sorted(set(codes))}",

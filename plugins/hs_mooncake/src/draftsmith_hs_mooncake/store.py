@@ -24,6 +24,7 @@ from draftsmith_hs_mooncake import admin, wire
 from draftsmith_hs_mooncake.errors import StoreFull, StoreUnreachable
 from draftsmith_hs_mooncake.installed import installed_build, store_module
 from draftsmith_hs_mooncake.options import split_address
+from draftsmith_hs_mooncake.trouble import Trouble
 
 __all__ = ["Code", "Region", "StoreAddress", "StoreClient", "client_for", "pauses"]
 
@@ -120,6 +121,8 @@ class StoreClient:
         self._budget = _Budget()
         self._undead: set[str] = set()
         self._quarantined: list[tuple[float, Any]] = []
+        self._down = Trouble(address.master, "does not answer; it is waited for", "answers again")
+        self.full = Trouble(address.master, "is full; samples wait for room", "has room again")
 
     # --- opening --------------------------------------------------------------------------------------------------
 
@@ -284,10 +287,10 @@ class StoreClient:
     def _outlast(self, call: Callable[[], list[int]], patience: float) -> list[int]:
         """The codes of *call*, made again while they say that the master is down."""
         for _ in pauses(time.monotonic() + patience):
+            begun = time.monotonic()
             codes = call()
-            if not any(code in _OUTAGE for code in codes):
+            if not self.is_outage(codes, begun):
                 return codes
-            self.outages += 1
         raise self.unreachable(patience)
 
     def unreachable(self, patience: float) -> StoreUnreachable:
@@ -297,11 +300,14 @@ class StoreClient:
             hint="`draftsmith store status` on its host shows whether it runs; the option `patience` waits longer",
         )
 
-    def is_outage(self, codes: Sequence[int]) -> bool:
-        """Whether *codes* of a put say that the master is down, which is noted."""
-        down = any(code in _OUTAGE for code in codes)
-        self.outages += down
-        return down
+    def is_outage(self, codes: Sequence[int], begun: float) -> bool:
+        """Whether *codes*, of a call that was made at *begun*, say that the master is down, which is noted."""
+        if any(code in _OUTAGE for code in codes):
+            self.outages += 1
+            self._down.met(begun)
+            return True
+        self._down.over(begun)
+        return False
 
     # --- records --------------------------------------------------------------------------------------------------
 
@@ -329,8 +335,9 @@ class StoreClient:
         nothing is found, ours has been removed already.
         """
         key = wire.slots_of(name)[slot]
+        begun = time.monotonic()
         codes = self.put([key], [Region.of_bytes(data)])
-        if self.is_outage(codes) or codes != [0]:
+        if self.is_outage(codes, begun) or codes != [0]:
             return False
         buffer = bytearray(len(data) + 1)
         (code,) = self.get([key], [Region.of_bytes(buffer)], patience)

@@ -42,7 +42,13 @@ _PR_SET_PDEATHSIG = 1
 
 @frozen(kw_only=True)
 class Settings:
-    """Plain values. Ports of 0 are chosen among those that are free."""
+    """Plain values.
+
+    Attributes:
+        port, admin_port: 0: one of those that are free.
+        unfinished_seconds: how long the room of an object is kept that was begun and not finished. The store lists it
+            nowhere, and nobody can remove it. Longer than any transfer takes.
+    """
 
     host: str
     port: int
@@ -50,6 +56,7 @@ class Settings:
     size: int
     protocol: str
     device: str
+    unfinished_seconds: int = 120
 
     def to_json(self) -> str:
         return json.dumps(attrs.asdict(self))
@@ -145,6 +152,8 @@ class Supervisor:
                 f"--metrics_host={settings.host}",
                 f"--metrics_port={admin_port}",
                 f"--client_ttl={_CLIENT_TTL}",
+                f"--put_start_discard_timeout_sec={min(30, settings.unfinished_seconds // 2)}",
+                f"--put_start_release_timeout_sec={settings.unfinished_seconds}",
                 "--logtostderr=true",
             ],
         )

@@ -71,12 +71,14 @@ def _noted_in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def running_store(folder: Path, size: int = 256 << 20, host: str = "127.0.0.1") -> Iterator[TestedStore]:
+def running_store(
+    folder: Path, size: int = 256 << 20, host: str = "127.0.0.1", **settings: Any
+) -> Iterator[TestedStore]:
     """A store of *size* bytes that ends with the block. *folder* takes its note and its log."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = Settings(host=host, port=0, admin_port=0, size=size, protocol="tcp", device="")
+    wanted = Settings(host=host, port=0, admin_port=0, size=size, protocol="tcp", device="", **settings)
     with _noted_in(folder):
-        note = start(settings)
+        note = start(wanted)
     try:
         yield TestedStore(folder=folder, note=note)
     finally:
