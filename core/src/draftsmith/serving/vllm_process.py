@@ -21,7 +21,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,20 @@ class DraftCounters:
     def none(num_speculative_tokens: int) -> DraftCounters:
         """Nothing counted yet."""
         return DraftCounters(drafts=0, drafted=0, accepted=0, accepted_per_position=(0,) * num_speculative_tokens)
+
+    @staticmethod
+    def of_rounds(rounds: Iterable[tuple[int, int]], num_speculative_tokens: int) -> DraftCounters:
+        """Rounds, each (drafted, accepted), counted as vLLM counts them."""
+        per_position = [0] * num_speculative_tokens
+        drafts = drafted = 0
+        for proposed, accepted in rounds:
+            drafts += 1
+            drafted += proposed
+            for position in range(accepted):
+                per_position[position] += 1
+        return DraftCounters(
+            drafts=drafts, drafted=drafted, accepted=sum(per_position), accepted_per_position=tuple(per_position)
+        )
 
 
 @frozen(kw_only=True)
