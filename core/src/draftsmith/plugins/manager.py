@@ -62,6 +62,7 @@ FACETS = (
     Facet("draftsmith_checkpoint_schemas", "schemas", "checkpoint schema", api.CheckpointSchema),
     Facet("draftsmith_transports", "transports", "transport", api.Transport),
     Facet("draftsmith_observers", "observers", "observer", api.Observer),
+    Facet("draftsmith_prompt_sets", "prompt_sets", "prompt set", api.PromptSet),
     Facet("draftsmith_commands", "commands", "command", api.Command),
 )
 
@@ -151,6 +152,7 @@ class PluginRegistry:
         self.schemas: Catalog[api.CheckpointSchema] = Catalog("checkpoint schema", self._explain)
         self.transports: Catalog[api.Transport] = Catalog("transport", self._explain)
         self.observers: Catalog[api.Observer] = Catalog("observer", self._explain)
+        self.prompt_sets: Catalog[api.PromptSet] = Catalog("prompt set", self._explain)
         self.commands: Catalog[api.Command] = Catalog("command", self._explain)
         self.plugins: list[LoadedPlugin] = []
         self.quarantined: list[QuarantinedPlugin] = []
