@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["hands_out_hidden_states"]
+__all__ = ["hands_out_hidden_states", "speculative_methods"]
 
 #: The method of the interface through which an engine asks a model for the states of some layers.
 _METHOD = "set_aux_hidden_state_layers"
@@ -41,6 +41,36 @@ def hands_out_hidden_states(architectures: Iterable[str]) -> bool | None:
         if entry is not None:
             return _has_method(folder, entry[1], entry[2], _DEEPEST)
     return None
+
+
+def speculative_methods() -> frozenset[str] | None:
+    """The methods that the installed vLLM's ``speculative_config`` takes; None where that cannot be said."""
+    folder = _models_folder()
+    if folder is None:
+        return None
+    aliases: dict[str, ast.expr] = {}
+    source = folder.parent.parent / "config" / "speculative.py"
+    try:
+        statements = ast.parse(source.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in statements:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            aliases[node.targets[0].id] = node.value
+    return frozenset(_literals(aliases.get("SpeculativeMethod"), aliases)) or None
+
+
+def _literals(node: ast.AST | None, aliases: Mapping[str, ast.expr]) -> Iterator[str]:
+    """The strings of a ``Literal[…]`` that may name others."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.Name):
+        yield from _literals(aliases.get(node.id), aliases)
+    elif isinstance(node, ast.Subscript):
+        yield from _literals(node.slice, aliases)
+    elif isinstance(node, ast.Tuple):
+        for each in node.elts:
+            yield from _literals(each, aliases)
 
 
 def _models_folder() -> Path | None:
