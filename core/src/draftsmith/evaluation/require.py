@@ -41,7 +41,7 @@ FIGURES = (
 )
 _BY_POSITION = ("acceptance_per_position", "conditional_acceptance")
 _FORM = re.compile(
-    r"\s*(?:(?P<method>[^\s<>=]+)\s*:\s*)?(?P<figure>[A-Za-z_]+)\s*(?:\[(?P<position>\d+)\])?"
+    r"\s*(?:(?P<method>[^<>=]+?)\s*:\s*)?(?P<figure>[A-Za-z_]+)\s*(?:\[(?P<position>\d+)\])?"
     r"\s*(?P<operator>>=|<=|==|>|<)\s*(?P<value>\S+)\s*"
 )
 _HINT = "such as acceptance_length>=2.1, acceptance_per_position[1]>=0.6 or METHOD:speed_up>1"

@@ -1,0 +1,164 @@
+"""Measure a draft side by side with other methods, in vLLM: acceptance, speed, losslessness.
+
+The exit code is 1 where a demand (--require) is not met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.cli import common
+from draftsmith.errors import UserError
+
+if TYPE_CHECKING:
+    from draftsmith.evaluation.run import Settings
+
+__all__ = ["configure", "execute"]
+
+
+def _number(kind: Callable[[str], Any], least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """A reader of numbers in [least, most]."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not least <= value <= most:
+            bound = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise argparse.ArgumentTypeError(f"{text} is not {bound}")
+        return value
+
+    return read
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    count = _number(int, 1)
+    several: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of the draft's checkpoint")
+    parser.add_argument(
+        "--prompts", metavar="SET", help="humaneval, another set, a JSONL or Parquet file (repeatable)", **several
+    )
+    parser.add_argument("--max-prompts", metavar="N", type=count, help="of each set, at even distances")
+    parser.add_argument(
+        "--against",
+        metavar="METHODS",
+        help="none, CHECKPOINT, METHOD or METHOD:MODEL, separated by commas; default: none",
+        **several,
+    )
+    parser.add_argument("--verifier", metavar="PATH", help="the verifier; default: the one that the checkpoint names")
+    parser.add_argument("--speculative-tokens", metavar="K", type=count, help="of all methods")
+    parser.add_argument("--max-tokens", metavar="N", type=count, default=128, help="longest answer; default: 128")
+    parser.add_argument("--repetitions", metavar="N", type=count, default=3, help="default: 3")
+    parser.add_argument(
+        "--warm-up", metavar="N", type=_number(int, 0), default=2, help="uncounted answers before each; default: 2"
+    )
+    parser.add_argument("--concurrency", metavar="N", type=count, default=8, help="requests at once; default: 8")
+    parser.add_argument("--temperature", metavar="T", type=_number(float, 0.0), default=0.0, help="default: 0, greedy")
+    parser.add_argument("--top-p", metavar="P", type=_number(float, 1e-6, 1.0), default=1.0)
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling; default: 0")
+    parser.add_argument("--draft-sample-method", choices=("greedy", "probabilistic"), help="default: vLLM's")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--simulate", action="store_true", help="count with the simulator as well, or without vLLM")
+    parser.add_argument("--skip-long-prompts", action="store_true", help="leave out those beyond the context")
+    parser.add_argument("--engine", metavar="KEY=VALUE", help="a further argument of vLLM's engine", **several)
+    parser.add_argument("--template", metavar="KEY=VALUE", help="an argument of the chat template", **several)
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the verifier")
+    parser.add_argument("--output", metavar="FOLDER", type=Path, help="default: CHECKPOINT-evaluation")
+    parser.add_argument("--overwrite", action="store_true", help="replace an evaluation of other inputs there")
+    parser.add_argument("--show", metavar="N", type=count, help="show the N answers that gained least")
+    parser.add_argument("--json", action="store_true", help="print evaluation.json in place of the table")
+    parser.add_argument("--csv", action="store_true", help="print evaluation.csv in place of the table")
+    parser.add_argument(
+        "--require", metavar="DEMAND", help='such as "acceptance_length>=2.1"; exit code 1 if not met', **several
+    )
+    common.add_plugin_options(parser)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from draftsmith.evaluation.require import failures, parse_requirement
+    from draftsmith.evaluation.results import as_csv, as_json
+    from draftsmith.evaluation.run import evaluate
+
+    if arguments.json and arguments.csv:
+        raise UserError("--json and --csv exclude each other", hint="both files are in the evaluation's folder")
+    demands = [parse_requirement(text) for text in arguments.require]
+    settings = _settings(arguments)
+    registry = common.open_registry(arguments.no_plugin)
+    plain = arguments.json or arguments.csv
+    console = Console(stderr=plain)
+    folder = arguments.output or Path(f"{arguments.checkpoint.rstrip('/')}-evaluation")
+    evaluation = evaluate(
+        settings, registry, folder, console, command=["draftsmith", *sys.argv[1:]], overwrite=arguments.overwrite
+    )
+    if arguments.json:
+        import json
+
+        print(json.dumps(as_json(evaluation), indent=2, ensure_ascii=False))
+    elif arguments.csv:
+        print(as_csv(evaluation), end="")
+    else:
+        from draftsmith.evaluation.table import print_evaluation
+
+        print_evaluation(console, evaluation)
+        console.print(f"written: {folder}", markup=False, highlight=False, soft_wrap=True)
+    if arguments.show:
+        from draftsmith.evaluation.table import print_worst
+
+        print_worst(console, evaluation, arguments.show)
+    unmet = failures(demands, evaluation, settings.checkpoint)
+    for why in unmet:
+        print(f"not met: {why}", file=sys.stderr)
+    return 1 if unmet or not evaluation.complete else 0
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    from draftsmith.evaluation.methods import split_names
+    from draftsmith.evaluation.results import BASELINE
+    from draftsmith.evaluation.run import Settings
+
+    return Settings(
+        checkpoint=arguments.checkpoint,
+        prompts=tuple(split_names(arguments.prompts)),
+        against=tuple(split_names(arguments.against)) or (BASELINE,),
+        max_prompts=arguments.max_prompts,
+        verifier=arguments.verifier,
+        num_speculative_tokens=arguments.speculative_tokens,
+        max_tokens=arguments.max_tokens,
+        repetitions=arguments.repetitions,
+        warm_up=arguments.warm_up,
+        concurrency=arguments.concurrency,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        draft_sample_method=arguments.draft_sample_method,
+        dtype=arguments.dtype,
+        simulate=arguments.simulate,
+        skip_long_prompts=arguments.skip_long_prompts,
+        trust_remote_code=arguments.trust_remote_code,
+        engine=_pairs(arguments.engine, "--engine"),
+        template_arguments=_pairs(arguments.template, "--template"),
+    )
+
+
+def _pairs(given: Sequence[str], option: str) -> dict[str, Any]:
+    """``KEY=VALUE``, the values being YAML."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"cannot be read: {text!r}", where=option, hint=f"write {option} KEY=VALUE")
+        try:
+            found[key.strip().replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"the value is no YAML: {error}", where=f"{option} {key}") from error
+    return found
