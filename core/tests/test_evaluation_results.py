@@ -9,11 +9,12 @@ import json
 import attrs
 import cattrs
 import pytest
+from evaluations import request, sample_evaluation
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.errors import DataError, UserError
-from draftsmith.evaluation.metrics import Losslessness, RequestTimes, Spread
+from draftsmith.evaluation.metrics import Spread
 from draftsmith.evaluation.require import FIGURES, failures, parse_requirement
 from draftsmith.evaluation.results import (
     CSV_COLUMNS,
@@ -23,8 +24,6 @@ from draftsmith.evaluation.results import (
     Method,
     PromptRecord,
     Repetition,
-    RequestRecord,
-    RoundRecord,
     as_csv,
     as_json,
     counters_of,
@@ -35,48 +34,9 @@ from draftsmith.evaluation.results import (
 from draftsmith.serving.vllm_process import DraftCounters
 
 
-def request(prompt: int, rounds: list[tuple[int, int]], seconds: float) -> RequestRecord:
-    tokens = 1 + sum(accepted + 1 for _, accepted in rounds)
-    return RequestRecord(
-        prompt=prompt,
-        times=RequestTimes(tokens=tokens, first_token=seconds / 10, last_token=seconds),
-        output=tuple(range(tokens)),
-        rounds=tuple(RoundRecord(drafted=drafted, accepted=accepted) for drafted, accepted in rounds),
-    )
-
-
-def repetition(slowness: float, *, drafts: bool) -> Repetition:
-    rounds = ([(2, 2), (2, 1)], [(2, 0), (2, 2)]) if drafts else ([], [])
-    requests = tuple(request(prompt, each, slowness) for prompt, each in enumerate(rounds))
-    counters = DraftCounters.of_rounds([*rounds[0], *rounds[1]], 2) if drafts else None
-    return Repetition(counters=counters, requests=requests, seconds=slowness, load_seconds=3.0)
-
-
 @pytest.fixture
 def evaluation() -> Evaluation:
-    none = Method(
-        name="none", status="measured", repetitions=(repetition(1.0, drafts=False), repetition(2.0, drafts=False))
-    )
-    draft = Method(
-        name="out/checkpoint",
-        status="measured",
-        num_speculative_tokens=2,
-        speculative_config={"method": "tinker", "num_speculative_tokens": 2},
-        repetitions=(repetition(2.0, drafts=True), repetition(4.0, drafts=True)),
-        losslessness=Losslessness(prompts=2, identical=1, ties=1, largest_gap=1e-5),
-    )
-    missing = Method(name="suffix", status="unavailable", reason="arctic-inference is not installed")
-    return Evaluation(
-        complete=True,
-        settings={"temperature": 0.0},
-        provenance={"command": ["draftsmith", "evaluate"]},
-        prompts=(
-            PromptRecord(set="a", category="coding", tokens=7),
-            PromptRecord(set="a", category="chat, “quoted”", tokens=3),
-        ),
-        methods=(none, draft, missing),
-        texts={0: "Hello", 1: " wörld"},
-    )
+    return sample_evaluation()
 
 
 def test_figures_come_from_counts_and_times(evaluation):

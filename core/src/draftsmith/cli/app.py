@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "write the checkpoint that vLLM serves",
     "verify": "serve the checkpoint in vLLM; compare with the verifier alone and the simulator",
     "evaluate": "measure a draft side by side with other methods, in vLLM",
+    "report": "write one HTML file about runs and evaluations",
     "lint": "check a checkpoint against vLLM's loader, without starting it",
     "plugins": "show what is installed, and what each plugin offers",
 }
