@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from draftsmith.serving.vllm_models import hands_out_hidden_states, speculative_methods
+from draftsmith.serving.vllm_models import hands_out_hidden_states, speculative_keys, speculative_methods
 
 REGISTRY = """
 _MODELS = {
@@ -103,6 +103,14 @@ Inner = Literal["tinker"]
 Outer = Literal["weld", Inner]
 SpeculativeMethod = Literal["ngram", Outer]
 Other = Literal["nothing"]
+
+
+class SpeculativeConfig:
+    method: SpeculativeMethod | None = None
+    schedule: list[int] = []
+
+    def post(self) -> None:
+        inner: int = 0
 """
 
 
@@ -111,8 +119,10 @@ def test_the_methods_are_read_from_the_configuration(models, tmp_path):
     folder.mkdir()
     (folder / "speculative.py").write_text(METHODS)
     assert speculative_methods() == {"ngram", "weld", "tinker"}
+    assert speculative_keys() == {"method", "schedule"}
     (folder / "speculative.py").write_text("SpeculativeMethod = (")
     assert speculative_methods() is None
+    assert speculative_keys() is None
     (folder / "speculative.py").write_text("Renamed = Literal['ngram']")
     assert speculative_methods() is None
 
@@ -122,3 +132,6 @@ def test_the_methods_of_the_installed_vllm():
     methods = speculative_methods()
     assert methods is not None
     assert {"ngram", "suffix", "draft_model"} <= methods
+    keys = speculative_keys()
+    assert keys is not None
+    assert {"method", "num_speculative_tokens_per_batch_size", "draft_sample_method"} <= keys

@@ -23,6 +23,7 @@ COMMANDS = {
     "verify": "serve the checkpoint in vLLM; compare with the verifier alone and the simulator",
     "evaluate": "measure a draft side by side with other methods, in vLLM",
     "report": "write one HTML file about runs and evaluations",
+    "serve": "serve a checkpoint with vLLM, after checking it",
     "lint": "check a checkpoint against vLLM's loader, without starting it",
     "plugins": "show what is installed, and what each plugin offers",
 }

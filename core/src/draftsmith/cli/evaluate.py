@@ -6,9 +6,8 @@ The exit code is 1 where a demand (--require) is not met.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["configure", "execute"]
 
 
-def _number(kind: Callable[[str], Any], least: float, most: float = math.inf) -> Callable[[str], Any]:
-    """A reader of numbers in [least, most]."""
-
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not least <= value <= most:
-            bound = f"at least {least}" if most == math.inf else f"between {least} and {most}"
-            raise argparse.ArgumentTypeError(f"{text} is not {bound}")
-        return value
-
-    return read
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
-    count = _number(int, 1)
+    count = common.at_least(1)
     several: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of the draft's checkpoint")
     parser.add_argument(
@@ -56,11 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", metavar="N", type=count, default=128, help="longest answer; default: 128")
     parser.add_argument("--repetitions", metavar="N", type=count, default=3, help="default: 3")
     parser.add_argument(
-        "--warm-up", metavar="N", type=_number(int, 0), default=2, help="uncounted answers before each; default: 2"
+        "--warm-up", metavar="N", type=common.at_least(0), default=2, help="uncounted answers before each; default: 2"
     )
     parser.add_argument("--concurrency", metavar="N", type=count, default=8, help="requests at once; default: 8")
-    parser.add_argument("--temperature", metavar="T", type=_number(float, 0.0), default=0.0, help="default: 0, greedy")
-    parser.add_argument("--top-p", metavar="P", type=_number(float, 1e-6, 1.0), default=1.0)
+    parser.add_argument(
+        "--temperature", metavar="T", type=common.number(float, 0.0), default=0.0, help="default: 0, greedy"
+    )
+    parser.add_argument("--top-p", metavar="P", type=common.number(float, 1e-6, 1.0), default=1.0)
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling; default: 0")
     parser.add_argument("--draft-sample-method", choices=("greedy", "probabilistic"), help="default: vLLM's")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")

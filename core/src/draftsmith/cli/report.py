@@ -15,7 +15,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("report.html"), help="default: report.html"
     )
-    parser.add_argument("--show", metavar="N", type=int, default=5, help="answers that gained least; default: 5")
+    parser.add_argument(
+        "--show", metavar="N", type=common.at_least(0), default=5, help="answers that gained least; default: 5"
+    )
     common.add_plugin_options(parser)
 
 

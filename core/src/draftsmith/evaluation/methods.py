@@ -29,7 +29,15 @@ from draftsmith.speculators import trained_tokens
 if TYPE_CHECKING:
     from draftsmith.plugins import PluginRegistry
 
-__all__ = ["Checkpoint", "MethodPlan", "plan_methods", "read_checkpoint", "split_names"]
+__all__ = [
+    "Checkpoint",
+    "MethodPlan",
+    "check_tokens",
+    "plan_methods",
+    "read_checkpoint",
+    "split_names",
+    "why_not_served",
+]
 
 #: Methods of vLLM that need a package of their own: method → (module, distribution).
 _PACKAGES = {"suffix": ("arctic_inference", "arctic-inference")}
@@ -135,14 +143,7 @@ def _is_checkpoint(folder: Path) -> bool:
 def _of_checkpoint(
     name: str, checkpoint: Checkpoint, num_speculative_tokens: int | None, sampling: Mapping[str, Any]
 ) -> MethodPlan:
-    plan, tokens = checkpoint.plan, num_speculative_tokens or checkpoint.plan.num_speculative_tokens
-    if checkpoint.trained is not None and tokens > checkpoint.trained:
-        raise UserError(
-            f"{tokens} tokens a round are asked for, {checkpoint.trained} were trained: the later ones extrapolate, "
-            "and are mostly rejected",
-            where=f"--speculative-tokens {tokens} ({name})" if num_speculative_tokens else str(checkpoint.folder),
-            hint=f"ask for at most {checkpoint.trained}, or train more",
-        )
+    plan, tokens = checkpoint.plan, check_tokens(name, checkpoint, num_speculative_tokens)
     config = speculative_config(plan, str(checkpoint.folder.absolute()))
     return MethodPlan(
         name=name,
@@ -150,12 +151,30 @@ def _of_checkpoint(
         speculative_config={**config, **sampling, "num_speculative_tokens": tokens},
         engine=plan.engine,
         required=required_environment(plan),
-        reason=_why_not(plan),
+        reason=why_not_served(plan),
         checkpoint=checkpoint,
     )
 
 
-def _why_not(plan: ServingPlan) -> str | None:
+def check_tokens(name: str, checkpoint: Checkpoint, num_speculative_tokens: int | None) -> int:
+    """The number of tokens a round: what is asked for, or what the checkpoint says.
+
+    Raises:
+        UserError: that is more than was trained.
+    """
+    tokens = num_speculative_tokens or checkpoint.plan.num_speculative_tokens
+    if checkpoint.trained is not None and tokens > checkpoint.trained:
+        raise UserError(
+            f"{tokens} tokens a round are asked for, {checkpoint.trained} were trained: the later ones extrapolate, "
+            "and are mostly rejected",
+            where=f"--speculative-tokens {tokens} ({name})" if num_speculative_tokens else str(checkpoint.folder),
+            hint=f"ask for at most {checkpoint.trained}, or train more",
+        )
+    return tokens
+
+
+def why_not_served(plan: ServingPlan) -> str | None:
+    """Why the installed vLLM cannot serve a draft on this machine; None: it can be tried."""
     if plan.unservable is not None:
         return plan.unservable
     missing = missing_v2_runner() if plan.needs_v2_runner else None

@@ -67,7 +67,19 @@ FACETS = (
 )
 
 #: Names of the core's own commands, which no plugin may take.
-RESERVED_COMMANDS = ("run", "prepare", "capture", "train", "export", "verify", "evaluate", "report", "lint", "plugins")
+RESERVED_COMMANDS = (
+    "run",
+    "prepare",
+    "capture",
+    "train",
+    "export",
+    "verify",
+    "evaluate",
+    "report",
+    "serve",
+    "lint",
+    "plugins",
+)
 
 #: Observer hooks, in the order of a run.
 EVENTS = (

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["hands_out_hidden_states", "speculative_methods"]
+__all__ = ["hands_out_hidden_states", "speculative_keys", "speculative_methods"]
 
 #: The method of the interface through which an engine asks a model for the states of some layers.
 _METHOD = "set_aux_hidden_state_layers"
@@ -45,19 +45,36 @@ def hands_out_hidden_states(architectures: Iterable[str]) -> bool | None:
 
 def speculative_methods() -> frozenset[str] | None:
     """The methods that the installed vLLM's ``speculative_config`` takes; None where that cannot be said."""
+    aliases = {
+        node.targets[0].id: node.value
+        for node in _speculative_source()
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    return frozenset(_literals(aliases.get("SpeculativeMethod"), aliases)) or None
+
+
+def speculative_keys() -> frozenset[str] | None:
+    """The keys that the installed vLLM's ``speculative_config`` takes; None where that cannot be said."""
+    classes = [node for node in _speculative_source() if isinstance(node, ast.ClassDef)]
+    fields = [
+        statement.target.id
+        for node in classes
+        if node.name == "SpeculativeConfig"
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    ]
+    return frozenset(fields) or None
+
+
+def _speculative_source() -> list[ast.stmt]:
+    """The top level of the module that defines vLLM's ``speculative_config``; nothing where it cannot be read."""
     folder = _models_folder()
     if folder is None:
-        return None
-    aliases: dict[str, ast.expr] = {}
-    source = folder.parent.parent / "config" / "speculative.py"
+        return []
     try:
-        statements = ast.parse(source.read_text(encoding="utf-8")).body
+        return ast.parse((folder.parent.parent / "config" / "speculative.py").read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
-        return None
-    for node in statements:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            aliases[node.targets[0].id] = node.value
-    return frozenset(_literals(aliases.get("SpeculativeMethod"), aliases)) or None
+        return []
 
 
 def _literals(node: ast.AST | None, aliases: Mapping[str, ast.expr]) -> Iterator[str]:
