@@ -77,6 +77,7 @@ RESERVED_COMMANDS = (
     "evaluate",
     "report",
     "serve",
+    "watch",
     "lint",
     "plugins",
 )
