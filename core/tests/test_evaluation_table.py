@@ -9,7 +9,7 @@ from evaluations import repetition, request, sample_evaluation
 from rich.console import Console
 
 from draftsmith.evaluation.metrics import Losslessness
-from draftsmith.evaluation.picture import Piece, pictured, pieces, request_length, worst_requests
+from draftsmith.evaluation.picture import Piece, covered, pictured, pieces, request_length, worst_requests
 from draftsmith.evaluation.results import Method, RequestRecord
 from draftsmith.evaluation.table import COLUMNS, method_cells, print_evaluation, print_worst, remarks
 from draftsmith.serving.vllm_process import DraftCounters
@@ -114,6 +114,17 @@ def test_the_picture_is_of_the_method_whose_drafts_are_known():
     assert pictured(attrs.evolve(evaluation, methods=(unknown, known))) == known
     assert pictured(attrs.evolve(evaluation, methods=(unknown,))) == unknown
     assert pictured(attrs.evolve(evaluation, methods=evaluation.methods[:1])) is None
+
+
+def test_answers_with_steps_that_drafted_nothing_are_not_pictured():
+    first = sample_evaluation().methods[1].repetitions[0].requests[0]
+    gaps = attrs.evolve(first, rounds=first.rounds[:1])  # the second step drafted nothing, so it was no round
+    assert covered(first)
+    assert not covered(gaps)
+    method = sample_evaluation().methods[1]
+    only = attrs.evolve(method, repetitions=(attrs.evolve(method.repetitions[0], requests=(gaps,)),))
+    assert worst_requests(only, 3) == []
+    assert pictured(attrs.evolve(sample_evaluation(), methods=(only,))) is None
 
 
 def test_the_terminal_shows_tokens():

@@ -16,6 +16,7 @@ from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
     from draftsmith.evaluation.run import Settings
+    from draftsmith.plugins import PluginRegistry
 
 __all__ = ["configure", "execute"]
 
@@ -56,6 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the verifier")
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="default: CHECKPOINT-evaluation")
     parser.add_argument("--overwrite", action="store_true", help="replace an evaluation of other inputs there")
+    parser.add_argument(
+        "--sweep", metavar="AXIS=VALUES", help="tokens=1..8 or concurrency=1,4,16; writes plan.json", **several
+    )
     parser.add_argument("--show", metavar="N", type=count, help="show the N answers that gained least")
     parser.add_argument("--json", action="store_true", help="print evaluation.json in place of the table")
     parser.add_argument("--csv", action="store_true", help="print evaluation.csv in place of the table")
@@ -77,9 +81,11 @@ def execute(arguments: argparse.Namespace) -> int:
     demands = [parse_requirement(text) for text in arguments.require]
     settings = _settings(arguments)
     registry = common.open_registry(arguments.no_plugin)
+    folder = arguments.output or Path(f"{arguments.checkpoint.rstrip('/')}-evaluation")
+    if arguments.sweep:
+        return _sweep(arguments, settings, registry, folder)
     plain = arguments.json or arguments.csv
     console = Console(stderr=plain)
-    folder = arguments.output or Path(f"{arguments.checkpoint.rstrip('/')}-evaluation")
     evaluation = evaluate(
         settings, registry, folder, console, command=["draftsmith", *sys.argv[1:]], overwrite=arguments.overwrite
     )
@@ -102,6 +108,24 @@ def execute(arguments: argparse.Namespace) -> int:
     for why in unmet:
         print(f"not met: {why}", file=sys.stderr)
     return 1 if unmet or not evaluation.complete else 0
+
+
+def _sweep(arguments: argparse.Namespace, settings: Settings, registry: PluginRegistry, folder: Path) -> int:
+    from rich.console import Console
+
+    from draftsmith.evaluation.sweep import PLAN, parse_sweep, print_sweep, run_sweep
+
+    for name in ("require", "json", "csv", "show", "against"):
+        if getattr(arguments, name):
+            hint = "each of its evaluations has one: leave it out here"
+            raise UserError("a sweep has no such thing", where=f"--{name}", hint=hint)
+    axes = parse_sweep(arguments.sweep)
+    console = Console()
+    command = ["draftsmith", *sys.argv[1:]]
+    sweep = run_sweep(settings, axes, registry, folder, console, command=command, overwrite=arguments.overwrite)
+    print_sweep(console, sweep)
+    console.print(f"written: {folder / PLAN}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if sweep.complete and sweep.plan else 1
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from draftsmith.api import ServingPlan
 from draftsmith.checkpoint.card import speculative_config
@@ -36,6 +36,7 @@ __all__ = [
     "plan_methods",
     "read_checkpoint",
     "split_names",
+    "swept_name",
     "why_not_served",
 ]
 
@@ -70,6 +71,7 @@ class MethodPlan:
         required: environment variables without which vLLM does not serve it so.
         reason: why it cannot be measured here; None: it can be tried.
         checkpoint: where it is a draft's folder.
+        own: it is the checkpoint that is evaluated.
     """
 
     name: str
@@ -79,6 +81,7 @@ class MethodPlan:
     required: Mapping[str, str] = field(factory=dict)
     reason: str | None = None
     checkpoint: Checkpoint | None = None
+    own: bool = False
 
 
 def split_names(values: Iterable[str]) -> list[str]:
@@ -106,6 +109,7 @@ def plan_methods(
     *,
     num_speculative_tokens: int | None = None,
     draft_sample_method: str | None = None,
+    token_counts: Sequence[int] = (),
 ) -> list[MethodPlan]:
     """The baseline first, where it is asked for, then the checkpoint, then the others.
 
@@ -114,6 +118,7 @@ def plan_methods(
         against: names as this module's docstring lists them.
         num_speculative_tokens: K of all methods; None: as the checkpoint says.
         draft_sample_method: how drafts sample their tokens; None: vLLM's default.
+        token_counts: several K of the checkpoint, each a method of its own; empty: the one.
 
     Raises:
         CheckpointError, UnknownNameError: the checkpoint, or one of the others, cannot be read.
@@ -122,9 +127,14 @@ def plan_methods(
     own = read_checkpoint(Path(checkpoint), registry)
     tokens = num_speculative_tokens or own.plan.num_speculative_tokens
     sampling = {} if draft_sample_method is None else {"draft_sample_method": draft_sample_method}
-    found = {checkpoint: _of_checkpoint(checkpoint, own, num_speculative_tokens, sampling)}
+    ours: dict[str, int | None] = {swept_name(checkpoint, count): count for count in token_counts}
+    ours = ours or {checkpoint: num_speculative_tokens}
+    found = {
+        name: evolve(_of_checkpoint(checkpoint, own, count, sampling), name=name, own=True)
+        for name, count in ours.items()
+    }
     for name in against:
-        if name in found:
+        if name in found or name == checkpoint:
             continue
         if name == BASELINE:
             found = {BASELINE: MethodPlan(name=BASELINE), **found}
@@ -134,6 +144,11 @@ def plan_methods(
         else:
             found[name] = _of_vllm(name, tokens, sampling)
     return list(found.values())
+
+
+def swept_name(checkpoint: str, tokens: int) -> str:
+    """Name of the method that is a checkpoint with so many tokens a round, where several numbers are tried."""
+    return f"{checkpoint} K={tokens}"
 
 
 def _is_checkpoint(folder: Path) -> bool:

