@@ -15,6 +15,7 @@ import attrs
 import pytest
 import torch
 from by_heart import Material, learn
+from exposition import AnsweringServer, served
 
 from draftsmith.capture.engines.transformers import load_verifier
 from draftsmith.cli import main
@@ -40,7 +41,7 @@ from draftsmith.evaluation.sweep import Point, parse_sweep, plan_of, read_sweep
 from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
 from draftsmith.serving.verifier_model import generate_greedily
-from draftsmith.serving.vllm_process import DraftCounters, EngineResult
+from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
 from draftsmith.verifier import read_verifier
 
 TOPICS = ("colour", "number")
@@ -357,6 +358,91 @@ def test_what_was_measured_before_a_kill_is_kept(by_heart, prompts_file, registr
     assert [each.status for each in kept.methods] == ["incomplete", "incomplete"]
     assert kept.methods[0].reason == "1 of 2 repetitions"
     assert kept.methods[0].repetitions[0].tokens == 16
+
+
+# --- running servers --------------------------------------------------------------------------------------------
+
+
+def test_running_servers_are_measured_in_turn(by_heart, prompts_file, tmp_path, capsys):
+    drafting, plain = AnsweringServer(), AnsweringServer(drafts=False)
+    with served(drafting.metrics, drafting.post) as here, served(plain.metrics, plain.post) as there:
+        command = [
+            "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "2",
+            "--max-tokens", "2", "--output", str(tmp_path / "out"), "--server", here, "--server", f"none={there}",
+        ]  # fmt: skip
+        assert main(command) == 0
+    found = read_evaluation(tmp_path / "out")
+    none, draft = found.methods
+    assert (none.name, draft.name, draft.num_speculative_tokens) == ("none", str(by_heart.folder), 3)
+    assert counters_of(draft) == DraftCounters.of_rounds([(3, 2)] * 16, 3)
+    assert draft.losslessness.identical == 8
+    assert figures(draft, none)["speed_up"].count == 2
+    assert len(drafting.bodies) == 2 * (8 + 2)
+    assert found.provenance["checkpoints"]
+
+
+def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(by_heart, prompts_file, tmp_path, capsys):
+    dying = AnsweringServer(dies_at=13)  # with a warm-up of two: in the second repetition, after one answer of it
+    with served(dying.metrics, dying.post) as address:
+        command = [
+            "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "2",
+            "--max-tokens", "2", "--output", str(tmp_path / "out"), "--server", address, "--concurrency", "1",
+        ]  # fmt: skip
+        assert main(command) == 1
+    shown = capsys.readouterr()
+    assert "1 of 2 repetitions; the server went away" in shown.out
+    found = read_evaluation(tmp_path / "out")
+    assert not found.complete
+    (draft,) = found.methods
+    assert draft.status == "incomplete"
+    assert [each.complete for each in draft.repetitions] == [True, False]
+    assert [len(each.requests) for each in draft.repetitions] == [8, 1]
+    assert counters_of(draft) == DraftCounters.of_rounds([(3, 2)] * 8, 3)
+    assert figures(draft, None)["tokens_per_second"].count == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--server", "none=http://127.0.0.1:9"], "no server of the checkpoint"),
+        (["--server", "http://127.0.0.1:9", "--server", "http://127.0.0.1:8"], "two servers of"),
+        (["--server", "http://127.0.0.1:9", "--against", "ngram"], "a running server has its own"),
+        (["--server", "http://127.0.0.1:9", "--simulate"], "no states to simulate with"),
+        (["--server", "ftp://127.0.0.1"], "no address of a server"),
+    ],
+)
+def test_servers_that_make_no_sense(by_heart, prompts_file, tmp_path, options, message, capsys):
+    command = ["evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--output", str(tmp_path / "out")]
+    assert main([*command, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_real_server(by_heart, prompts_file, registry, tmp_path, capsys):
+    """What `draftsmith serve` starts is measured, and watched."""
+    command = serve_command(by_heart.folder, registry).command
+    options = command[command.index("--speculative-config") :]
+    further = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4"]
+    with running_server(by_heart.verifier, *options, *further, log=tmp_path / "log") as address:
+        asked = settings(
+            by_heart, prompts_file, concurrency=4, servers={str(by_heart.folder): address}, warm_up=1, repetitions=2
+        )
+        found = evaluate(asked, registry, tmp_path / "out")
+        assert main(["watch", address, "--once", "--every", "0.1"]) == 0
+    assert "nothing was drafted" in capsys.readouterr().out
+    (draft,) = found.methods
+    assert found.complete
+    counters = counters_of(draft)
+    assert figures(draft, None)["acceptance_length"] > 1.5
+    # The counters of a server against the answers: each round yields what it accepted and one more, the prefill one; a
+    # last round may go beyond the end.
+    for repetition in draft.repetitions:
+        tokens = sum(request.times.tokens for request in repetition.requests)
+        counted = len(repetition.requests) + repetition.counters.drafts + repetition.counters.accepted
+        assert tokens <= counted <= tokens + 3 * len(repetition.requests)
+    assert counters.drafted == 3 * counters.drafts
+    assert [len(each.output) for each in draft.repetitions[0].requests] == [ANSWER] * 8
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import http.server
+import contextlib
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterator
 
 import attrs
 import pytest
 from evaluations import sample_evaluation
+from exposition import Exposition, K, served
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from draftsmith.cli import main
 from draftsmith.errors import ServingError, UserError
@@ -23,82 +22,12 @@ from draftsmith.serving.counters import Reading, metrics_address, parse_metrics,
 from draftsmith.serving.vllm_process import DraftCounters
 from draftsmith.serving.watch import ENOUGH, Expectation, Sample, Window, alarms, expectation, nearest
 
-K = 3
-
-
-class Exposition:
-    """Counters under vLLM's names, of as many engines as asked for, written as vLLM's server writes them."""
-
-    def __init__(self, engines: int = 1, *, drafts: bool = True) -> None:
-        self.registry = CollectorRegistry()
-        self.engines = [{"model_name": "m", "engine": str(number)} for number in range(engines)]
-        self.metrics = {
-            "generation_tokens": Counter(
-                "vllm:generation_tokens", "…", ["model_name", "engine"], registry=self.registry
-            ),
-            "running": Gauge("vllm:num_requests_running", "…", ["model_name", "engine"], registry=self.registry),
-            "waiting": Gauge("vllm:num_requests_waiting", "…", ["model_name", "engine"], registry=self.registry),
-            "first": Histogram(
-                "vllm:time_to_first_token_seconds", "…", ["model_name", "engine"], registry=self.registry
-            ),
-        }
-        for labels in self.engines:
-            self.metrics["running"].labels(**labels).set(0)
-        self.drafts = {}
-        if drafts:
-            for name in ("drafts", "draft_tokens", "accepted_tokens"):
-                self.drafts[name] = Counter(
-                    f"vllm:spec_decode_num_{name}", "…", ["model_name", "engine"], registry=self.registry
-                )
-            self.per_position = Counter(
-                "vllm:spec_decode_num_accepted_tokens_per_pos",
-                "…",
-                ["model_name", "engine", "position"],
-                registry=self.registry,
-            )
-
-    def count(self, accepted: list[int], *, running: int = 2) -> None:
-        """A round of K tokens each, of which so many were accepted, on every engine."""
-        for labels in self.engines:
-            self.metrics["running"].labels(**labels).set(running)
-            self.metrics["waiting"].labels(**labels).set(1)
-            for each in accepted:
-                self.metrics["generation_tokens"].labels(**labels).inc(each + 1)
-                self.drafts["drafts"].labels(**labels).inc()
-                self.drafts["draft_tokens"].labels(**labels).inc(K)
-                self.drafts["accepted_tokens"].labels(**labels).inc(each)
-                for position in range(K):
-                    self.per_position.labels(**labels, position=str(position)).inc(position < each)
-
-    def text(self) -> str:
-        return generate_latest(self.registry).decode()
-
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
     """Serve what a function returns, (status, text), on a port of this machine; gives the address."""
-    started = []
-
-    def start(answer: Callable[[], tuple[int, str]]) -> str:
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                status, text = answer() if self.path == "/metrics" else (404, "")
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        started.append(server)
-        return f"http://127.0.0.1:{server.server_address[1]}"
-
-    yield start
-    for server in started:
-        server.shutdown()
-        server.server_close()
+    with contextlib.ExitStack() as stack:
+        yield lambda answer: stack.enter_context(served(answer))
 
 
 # --- counters ---------------------------------------------------------------------------------------------------

@@ -35,6 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="none, CHECKPOINT, METHOD or METHOD:MODEL, separated by commas; default: none",
         **several,
     )
+    parser.add_argument(
+        "--server", metavar="URL", help="a running server of the checkpoint; METHOD=URL of another method", **several
+    )
     parser.add_argument("--verifier", metavar="PATH", help="the verifier; default: the one that the checkpoint names")
     parser.add_argument("--speculative-tokens", metavar="K", type=count, help="of all methods")
     parser.add_argument("--max-tokens", metavar="N", type=count, default=128, help="longest answer; default: 128")
@@ -140,6 +143,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         max_prompts=arguments.max_prompts,
         verifier=arguments.verifier,
         num_speculative_tokens=arguments.speculative_tokens,
+        servers=_servers(arguments),
         max_tokens=arguments.max_tokens,
         repetitions=arguments.repetitions,
         warm_up=arguments.warm_up,
@@ -155,6 +159,26 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         engine=_pairs(arguments.engine, "--engine"),
         template_arguments=_pairs(arguments.template, "--template"),
     )
+
+
+def _servers(arguments: argparse.Namespace) -> dict[str, str]:
+    """Method → address. Without a name it is the checkpoint's, which must be among them."""
+    found: dict[str, str] = {}
+    for text in arguments.server:
+        name, equals, address = text.rpartition("=")
+        name = name if equals else arguments.checkpoint
+        if name in found:
+            raise UserError(f"two servers of {name}", where="--server", hint="name the method: METHOD=URL")
+        found[name] = address
+    if not found:
+        return {}
+    if arguments.checkpoint not in found:
+        raise UserError("no server of the checkpoint", where="--server", hint="name it without METHOD=")
+    for option in ("against", "engine", "speculative_tokens", "draft_sample_method", "sweep"):
+        if getattr(arguments, option):
+            name = option.replace("_", "-")
+            raise UserError("a running server has its own", where=f"--{name}", hint="leave it out, or start another")
+    return found
 
 
 def _pairs(given: Sequence[str], option: str) -> dict[str, Any]:

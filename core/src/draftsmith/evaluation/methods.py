@@ -22,6 +22,7 @@ from draftsmith.checkpoint.card import speculative_config
 from draftsmith.checkpoint.exported import CONFIG, open_format, read_config, schema_for, verifier_of
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.evaluation.results import BASELINE
+from draftsmith.evaluation.server import check_server
 from draftsmith.serving.vllm_models import speculative_methods
 from draftsmith.serving.vllm_process import missing_v2_runner, required_environment, vllm_version
 from draftsmith.speculators import trained_tokens
@@ -34,6 +35,7 @@ __all__ = [
     "MethodPlan",
     "check_tokens",
     "plan_methods",
+    "plan_servers",
     "read_checkpoint",
     "split_names",
     "swept_name",
@@ -72,6 +74,7 @@ class MethodPlan:
         reason: why it cannot be measured here; None: it can be tried.
         checkpoint: where it is a draft's folder.
         own: it is the checkpoint that is evaluated.
+        server: address of a running server that serves it so; None: an engine of this machine does.
     """
 
     name: str
@@ -82,6 +85,7 @@ class MethodPlan:
     reason: str | None = None
     checkpoint: Checkpoint | None = None
     own: bool = False
+    server: str | None = None
 
 
 def split_names(values: Iterable[str]) -> list[str]:
@@ -149,6 +153,29 @@ def plan_methods(
 def swept_name(checkpoint: str, tokens: int) -> str:
     """Name of the method that is a checkpoint with so many tokens a round, where several numbers are tried."""
     return f"{checkpoint} K={tokens}"
+
+
+def plan_servers(checkpoint: str, servers: Mapping[str, str], registry: PluginRegistry) -> list[MethodPlan]:
+    """Methods that running servers serve, the baseline first, where there is one.
+
+    Args:
+        servers: name of the method → address.
+
+    Raises:
+        ServingError, UserError: a server is not what its name says.
+    """
+    own = read_checkpoint(Path(checkpoint), registry)
+    plans = [
+        MethodPlan(
+            name=name,
+            num_speculative_tokens=check_server(address, drafts=name != BASELINE),
+            checkpoint=own if name == checkpoint else None,
+            own=name == checkpoint,
+            server=address,
+        )
+        for name, address in servers.items()
+    ]
+    return sorted(plans, key=lambda each: each.name != BASELINE)
 
 
 def _is_checkpoint(folder: Path) -> bool:

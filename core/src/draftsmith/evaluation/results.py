@@ -117,13 +117,15 @@ class Repetition:
     Attributes:
         counters: of the engine, over all requests; None where nothing is drafted.
         seconds: wall clock from the first request to the last answer; None where it was not timed.
-        load_seconds: until the engine was ready.
+        load_seconds: until the engine was ready; None for a server.
+        complete: False where a server went away meanwhile: the answers that were complete, and no counters.
     """
 
     counters: DraftCounters | None
     requests: tuple[RequestRecord, ...]
     seconds: float | None = None
     load_seconds: float | None = None
+    complete: bool = True
 
     @property
     def tokens(self) -> int:
@@ -222,7 +224,9 @@ def _acceptance_length(repetition: Repetition) -> float | None:
 
 
 def _rate(repetition: Repetition) -> float | None:
-    return None if repetition.seconds is None else tokens_per_second(repetition.tokens, repetition.seconds)
+    if repetition.seconds is None or not repetition.complete:
+        return None
+    return tokens_per_second(repetition.tokens, repetition.seconds)
 
 
 def speed_up_over_baseline(method: Method, baseline: Method | None) -> Spread | None:
@@ -347,7 +351,8 @@ def as_csv(evaluation: Evaluation) -> str:
     Shares by position stand in one cell, separated by blanks; what was not measured is empty.
     """
     text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_COLUMNS, restval="", lineterminator="\n")
+    # Lines end as RFC 4180 has them: with "\\n" alone, csv leaves a "\\r" in a name unquoted.
+    writer = csv.DictWriter(text, CSV_COLUMNS, restval="", lineterminator="\r\n")
     writer.writeheader()
     writer.writerows(_csv_rows(evaluation))
     return text.getvalue()

@@ -18,7 +18,7 @@ from attrs import asdict, evolve, field, frozen
 
 from draftsmith.checkpoint.exported import CONFIG
 from draftsmith.errors import ServingError, UserError
-from draftsmith.evaluation.methods import MethodPlan, plan_methods
+from draftsmith.evaluation.methods import MethodPlan, plan_methods, plan_servers
 from draftsmith.evaluation.metrics import Losslessness, RequestTimes
 from draftsmith.evaluation.prompts import ChatPrompt, encode, load_prompts, without_long_ones
 from draftsmith.evaluation.provenance import provenance
@@ -37,6 +37,7 @@ from draftsmith.evaluation.results import (
     read_evaluation,
     write_evaluation,
 )
+from draftsmith.evaluation.server import run_on_server
 from draftsmith.progress import stage_progress
 from draftsmith.serving.vllm_process import (
     DraftCounters,
@@ -76,6 +77,7 @@ class Settings:
         verifier: folder or hub name; None: the one that the checkpoint names.
         num_speculative_tokens: K of all methods; None: the checkpoint's own.
         token_counts: several K of the checkpoint, each a method of its own.
+        servers: name of a method → address of a running server, the checkpoint among them; empty: in process.
         repetitions: how often each method answers all prompts. warm_up: answers before each, that are not counted.
         concurrency: requests in flight at most.
         temperature, top_p, seed: of sampling; temperature 0 is greedy.
@@ -92,6 +94,7 @@ class Settings:
     verifier: str | None = None
     num_speculative_tokens: int | None = None
     token_counts: tuple[int, ...] = ()
+    servers: Mapping[str, str] = field(factory=dict)
     max_tokens: int = 128
     repetitions: int = 3
     warm_up: int = 2
@@ -179,18 +182,11 @@ def _prepare(settings: Settings, registry: PluginRegistry, folder: Path) -> _Job
         raise UserError(
             "the simulator drafts along greedy answers only", where="--simulate", hint="leave --temperature out"
         )
-    methods = plan_methods(
-        settings.checkpoint,
-        settings.against,
-        registry,
-        num_speculative_tokens=settings.num_speculative_tokens,
-        draft_sample_method=settings.draft_sample_method,
-        token_counts=settings.token_counts,
-    )
+    methods = _plan(settings, registry)
     own = next(each for each in methods if each.own)
     assert own.checkpoint is not None
     verifier = read_verifier(settings.verifier or own.checkpoint.verifier)
-    if vllm_version() is None:
+    if vllm_version() is None and not settings.servers:
         methods = [evolve(each, reason="vLLM is not installed") for each in methods]
     why = next(each.reason for each in methods if each.own)
     if why is not None and not settings.simulate:
@@ -217,9 +213,25 @@ def _prepare(settings: Settings, registry: PluginRegistry, folder: Path) -> _Job
     )
 
 
+def _plan(settings: Settings, registry: PluginRegistry) -> list[MethodPlan]:
+    if settings.servers:
+        if settings.simulate:
+            raise UserError("a server tells no states to simulate with", where="--simulate", hint="leave --server out")
+        return plan_servers(settings.checkpoint, settings.servers, registry)
+    return plan_methods(
+        settings.checkpoint,
+        settings.against,
+        registry,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        draft_sample_method=settings.draft_sample_method,
+        token_counts=settings.token_counts,
+    )
+
+
 def _folders(methods: Sequence[MethodPlan]) -> list[Path]:
     """Folders with the models that draft, those on this machine."""
     named = [str((each.speculative_config or {}).get("model", "")) for each in methods]
+    named += [str(each.checkpoint.folder.absolute()) for each in methods if each.checkpoint is not None]
     return [Path(name) for name in dict.fromkeys(named) if name and (Path(name) / CONFIG).is_file()]
 
 
@@ -240,7 +252,6 @@ def _fingerprint(job: _Job, about: Mapping[str, Any]) -> dict[str, Any]:
 def _measure(job: _Job, about: Mapping[str, Any], console: Console | None) -> Evaluation:
     settings = job.settings
     measured: dict[str, list[Repetition]] = {each.name: [] for each in job.methods}
-    results: dict[str, EngineResult] = {}
     reasons = {each.name: each.reason for each in job.methods}
     lossless: dict[str, Losslessness] = {}
     simulated: list[Method] = []
@@ -276,18 +287,16 @@ def _measure(job: _Job, about: Mapping[str, Any], console: Console | None) -> Ev
                 done = count
 
             try:
-                result = _run(job, engines, method, repetition, report)
+                made, reasons[method.name] = _once(job, engines, method, repetition, report)
             except ServingError as error:
                 reasons[method.name] = error.what.splitlines()[0]
             else:
-                report("", len(job.prompts))
-                measured[method.name].append(_repetition(result, outputs=repetition == 0))
-                if repetition == 0:
-                    results[method.name] = result
+                if made.requests:
+                    measured[method.name].append(made)
             write_evaluation(job.folder, snapshot())
-    lossless |= _compare(job, results)
+    lossless |= _compare(job, measured)
     if settings.simulate:
-        simulated.append(_simulate(job, results.get(BASELINE), engines, console))
+        simulated.append(_simulate(job, bool(measured.get(BASELINE)), engines, console))
     return snapshot(complete=True)
 
 
@@ -317,6 +326,33 @@ def _engine(job: _Job) -> dict[str, Any]:
     }
 
 
+def _once(
+    job: _Job, engine: Mapping[str, Any], method: MethodPlan, repetition: int, report: Any
+) -> tuple[Repetition, str | None]:
+    """One repetition of one method; and why it is not whole, where a server went away meanwhile."""
+    if method.server is None:
+        result = _run(job, engine, method, repetition, report)
+        report("", len(job.prompts))
+        return _repetition(result, outputs=repetition == 0), None
+    made, trouble = run_on_server(
+        method.server,
+        job.token_ids,
+        job.settings.sampling(),
+        concurrency=job.settings.concurrency,
+        warm_up=_warm_up(job),
+        drafts=method.name != BASELINE,
+        progress=lambda count: report("", count),
+    )
+    if repetition:
+        made = evolve(made, requests=tuple(evolve(each, output=()) for each in made.requests))
+    return made, trouble
+
+
+def _warm_up(job: _Job) -> list[tuple[int, ...]]:
+    """Prompts backwards: nothing of a measured one is known to a method that learns from what it has answered."""
+    return [ids[::-1] for ids in job.token_ids[: job.settings.warm_up]]
+
+
 def _run(job: _Job, engine: Mapping[str, Any], method: MethodPlan, repetition: int, report: Any) -> EngineResult:
     drafts = method.speculative_config is not None
     name = f"method-{job.methods.index(method)}-{repetition}"
@@ -326,8 +362,7 @@ def _run(job: _Job, engine: Mapping[str, Any], method: MethodPlan, repetition: i
         prompts=job.token_ids,
         sampling=job.settings.sampling(),
         rounds=drafts,
-        # Backwards: nothing of a measured prompt is known to a method that learns from what it has answered.
-        warm_up=[ids[::-1] for ids in job.token_ids[: job.settings.warm_up]],
+        warm_up=_warm_up(job),
     )
     return run_engines([request], job.folder / "vllm", required=method.required, progress=report)[name]
 
@@ -362,11 +397,12 @@ def _method(
     wanted: int,
     losslessness: Losslessness | None,
 ) -> Method:
-    status = MEASURED if len(repetitions) == wanted else INCOMPLETE
+    whole = sum(each.complete for each in repetitions)
+    status = MEASURED if whole == wanted else INCOMPLETE
     if reason is not None and not repetitions:
         status = UNAVAILABLE
     elif status == INCOMPLETE:
-        reason = f"{len(repetitions)} of {wanted} repetitions" + (f"; {reason}" if reason else "")
+        reason = f"{whole} of {wanted} repetitions" + (f"; {reason}" if reason else "")
     return Method(
         name=plan.name,
         status=status,
@@ -415,14 +451,18 @@ def _dtype(job: _Job) -> str:
     return told if told in ("float32", "bfloat16", "float16") else "bfloat16"
 
 
-def _compare(job: _Job, results: Mapping[str, EngineResult]) -> dict[str, Losslessness]:
+def _compare(job: _Job, measured: Mapping[str, Sequence[Repetition]]) -> dict[str, Losslessness]:
     """Greedy answers of each method with the baseline's."""
-    baseline = results.get(BASELINE)
-    if baseline is None or not job.settings.greedy:
+    outputs = {
+        name: [request.output for request in repetitions[0].requests]
+        for name, repetitions in measured.items()
+        if repetitions and repetitions[0].complete
+    }
+    if BASELINE not in outputs or not job.settings.greedy:
         return {}
-    others = {name: each for name, each in results.items() if name != BASELINE}
-    if all(each.outputs == baseline.outputs for each in others.values()):
-        return {name: Losslessness.of(len(job.prompts), []) for name in others}
+    alone = outputs.pop(BASELINE)
+    if all(each == alone for each in outputs.values()):
+        return {name: Losslessness.of(len(job.prompts), []) for name in outputs}
     from draftsmith.serving.verify import compare_outputs
 
     dtype = _dtype(job)
@@ -430,16 +470,13 @@ def _compare(job: _Job, results: Mapping[str, EngineResult]) -> dict[str, Lossle
     return {
         name: Losslessness.of(
             len(job.prompts),
-            [
-                (each.gap, each.tie)
-                for each in compare_outputs(model, job.token_ids, baseline.outputs, result.outputs, dtype)
-            ],
+            [(each.gap, each.tie) for each in compare_outputs(model, job.token_ids, alone, theirs, dtype)],
         )
-        for name, result in others.items()
+        for name, theirs in outputs.items()
     }
 
 
-def _simulate(job: _Job, baseline: EngineResult | None, engine: Mapping[str, Any], console: Console | None) -> Method:
+def _simulate(job: _Job, served: bool, engine: Mapping[str, Any], console: Console | None) -> Method:
     """The checkpoint's figures from the simulator, along the answers of vLLM where there is one."""
     import torch
 
@@ -452,14 +489,15 @@ def _simulate(job: _Job, baseline: EngineResult | None, engine: Mapping[str, Any
     tokens = own.num_speculative_tokens
     dtype = _dtype(job)
     model = _load_verifier(job, dtype)
-    if baseline is None:
+    if not served:
         eos: frozenset[int] = frozenset(job.verifier.eos_token_ids)
         continued = answer_prompts(
             model, job.token_ids, settings.max_tokens, tokens, eos, batch_size=settings.concurrency, console=console
         )
     else:
-        eos = frozenset(baseline.eos_token_ids)
-        continued = [list(each) for each in _beyond(job, engine, tokens).outputs]
+        beyond = _beyond(job, engine, tokens)
+        eos = frozenset(beyond.eos_token_ids)
+        continued = [list(each) for each in beyond.outputs]
     device = next(model.parameters()).device
     algorithm, draft, _ = load_draft(
         own.checkpoint.folder,

@@ -60,11 +60,14 @@ def metrics_address(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{path}/metrics"
 
 
-def read_metrics(url: str) -> Reading:
+def read_metrics(url: str, *, drafting: bool = True) -> Reading:
     """Read a server's counters now.
 
+    Args:
+        drafting: it must draft; False: it need not.
+
     Raises:
-        ServingError: it does not answer, is no vLLM, or does not draft.
+        ServingError: it does not answer, is no vLLM, or does not draft although it must.
     """
     address = metrics_address(url)
     try:
@@ -81,14 +84,14 @@ def read_metrics(url: str) -> Reading:
         raise ServingError(
             f"cannot be reached: {reason}", where=address, hint="is the server running, and is this its address?"
         ) from error
-    return parse_metrics(text, address, time.monotonic())
+    return parse_metrics(text, address, time.monotonic(), drafting=drafting)
 
 
-def parse_metrics(text: str, where: str, now: float) -> Reading:
+def parse_metrics(text: str, where: str, now: float, *, drafting: bool = True) -> Reading:
     """The counters in the text of ``/metrics``.
 
     Raises:
-        ServingError: they are not those of a vLLM, or of one that drafts nothing.
+        ServingError: they are not those of a vLLM, or of one that drafts nothing although it must.
     """
     found: dict[str, float] = {}
     positions: dict[int, float] = {}
@@ -107,7 +110,7 @@ def parse_metrics(text: str, where: str, now: float) -> Reading:
             hint="name the address of a vLLM server that was started without --disable-log-stats",
         )
     draft = _DRAFT.removeprefix(_PREFIX)
-    if f"{draft}drafts_total" not in found:
+    if drafting and f"{draft}drafts_total" not in found:
         raise ServingError(
             "this vLLM drafts nothing: it has no counters of speculative decoding",
             where=where,
@@ -116,7 +119,7 @@ def parse_metrics(text: str, where: str, now: float) -> Reading:
     return Reading(
         time=now,
         counters=DraftCounters(
-            drafts=int(found[f"{draft}drafts_total"]),
+            drafts=int(found.get(f"{draft}drafts_total", 0)),
             drafted=int(found.get(f"{draft}draft_tokens_total", 0)),
             accepted=int(found.get(f"{draft}accepted_tokens_total", 0)),
             accepted_per_position=tuple(int(positions[each]) for each in sorted(positions)),
