@@ -38,6 +38,7 @@ from draftsmith.evaluation.prompts import encode, load_prompts
 from draftsmith.evaluation.results import counters_of, figures, read_evaluation
 from draftsmith.evaluation.run import Settings, evaluate, simulated_name
 from draftsmith.evaluation.sweep import Point, parse_sweep, plan_of, read_sweep
+from draftsmith.report.build import build_report
 from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
 from draftsmith.serving.verifier_model import generate_greedily
@@ -484,6 +485,14 @@ def test_a_sweep_finds_the_tokens_for_each_load(by_heart, prompts_file, tmp_path
     found = serve_command(by_heart.folder, registry, plan=tmp_path / "out" / "plan.json")
     assert [step.tokens for step in found.schedule] == [3, 1, 0]
     assert len(read_evaluation(tmp_path / "out" / "concurrency-4").methods) == 4
+    page = build_report([tmp_path / "out"])
+    assert page.count("<polyline") == 3  # a line for each number of tokens
+    assert page.count("<circle") == 9
+    assert "3 tokens a round: requests at once 1, × none 2.5" in page
+    assert "<li>5 to more requests: no draft</li>" in page
+    (tmp_path / "out" / "sweep.json").write_text('{"schema": "draftsmith.sweep", "version": 2}')
+    with pytest.raises(DataError, match="cannot be read as a sweep"):
+        build_report([tmp_path / "out"])
 
 
 def test_a_sweep_that_measures_nothing_makes_no_plan(by_heart, prompts_file, tmp_path, engines, capsys):

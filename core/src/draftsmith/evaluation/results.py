@@ -351,7 +351,7 @@ def as_csv(evaluation: Evaluation) -> str:
     Shares by position stand in one cell, separated by blanks; what was not measured is empty.
     """
     text = io.StringIO()
-    # Lines end as RFC 4180 has them: with "\\n" alone, csv leaves a "\\r" in a name unquoted.
+    # Lines end as RFC 4180 has them: with a line feed alone, csv leaves a carriage return in a name unquoted.
     writer = csv.DictWriter(text, CSV_COLUMNS, restval="", lineterminator="\r\n")
     writer.writeheader()
     writer.writerows(_csv_rows(evaluation))

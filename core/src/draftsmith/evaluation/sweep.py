@@ -27,7 +27,18 @@ if TYPE_CHECKING:
 
     from draftsmith.plugins import PluginRegistry
 
-__all__ = ["PLAN", "SWEEP", "Point", "Sweep", "parse_sweep", "plan_of", "print_sweep", "read_sweep", "run_sweep"]
+__all__ = [
+    "PLAN",
+    "SWEEP",
+    "Point",
+    "Sweep",
+    "parse_sweep",
+    "plan_lines",
+    "plan_of",
+    "print_sweep",
+    "read_sweep",
+    "run_sweep",
+]
 
 SWEEP, PLAN = "sweep.json", "plan.json"
 SCHEMA, VERSION = "draftsmith.sweep", 1
@@ -233,13 +244,18 @@ def print_sweep(console: Console, sweep: Sweep) -> None:
     console.print(table)
     for reason in dict.fromkeys(f"K={each.tokens}: {each.reason}" for each in sweep.points if each.reason):
         console.print(reason, markup=False, highlight=False, soft_wrap=True)
+    for line in plan_lines(sweep):
+        console.print(line, markup=False, highlight=False)
+
+
+def plan_lines(sweep: Sweep) -> list[str]:
+    """The plan in words, a step a line."""
+    lines = []
     for step in sweep.plan:
         last = "more" if step.last >= NO_END else str(step.last)
-        console.print(
-            f"{step.first} to {last} requests: {f'{step.tokens} tokens a round' if step.tokens else 'no draft'}",
-            markup=False,
-            highlight=False,
-        )
+        what = f"{step.tokens} tokens a round" if step.tokens else "no draft"
+        lines.append(f"{step.first} to {last} requests: {what}")
+    return lines
 
 
 def _cell(value: Spread | None) -> str:

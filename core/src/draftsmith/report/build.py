@@ -12,6 +12,7 @@ from xml.etree.ElementTree import Element
 from draftsmith import __version__
 from draftsmith.evaluation.picture import pictured, pieces, request_length, worst_requests
 from draftsmith.evaluation.results import BASELINE, Evaluation, Method, counters_of, figures
+from draftsmith.evaluation.sweep import Sweep, plan_lines
 from draftsmith.evaluation.table import COLUMNS, method_cells, remarks
 from draftsmith.progress import format_seconds
 from draftsmith.report.charts import Bar, Series, bars, lines
@@ -39,6 +40,7 @@ def build_report(paths: Sequence[Path], *, worst: int = 5) -> str:
     parts: list[Element] = []
     for name, evaluation in evaluations.items():
         parts += _evaluation(name, evaluation, worst)
+    parts += [_sweep(name, each) for name, (_, each) in zip(names, found, strict=True) if isinstance(each, Sweep)]
     if runs:
         parts += _training(runs)
         parts += [_what_was_run(name, run) for name, run in runs.items()]
@@ -158,6 +160,32 @@ def _worst(evaluation: Evaluation, count: int) -> Element | None:
 def _details(title: str, value: Mapping[str, Any]) -> Element:
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
     return el("details", el("summary", title), el("pre", text))
+
+
+def _sweep(name: str, sweep: Sweep) -> Element:
+    """Speed against the load, a line for each K, and the plan."""
+    series = [
+        Series(
+            name=f"{tokens} tokens a round",
+            points=[
+                (float(each.concurrency), each.speed_up.median)
+                for each in sweep.points
+                if each.tokens == tokens and each.speed_up is not None
+            ],
+        )
+        for tokens in sorted({each.tokens for each in sweep.points})
+    ]
+    return section(
+        f"Sweep: {name}",
+        lines(
+            [each for each in series if each.points],
+            x="requests at once",
+            y="× none",
+            title=f"Speed-up of {sweep.checkpoint} against the load",
+            points=True,
+        ),
+        el("ul", *(el("li", each) for each in plan_lines(sweep)), class_="soft"),
+    )
 
 
 # --- runs -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a report is made of: the folders of runs and of evaluations."""
+"""What a report is made of: the folders of runs, of evaluations and of sweeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from attrs import field, frozen
 from draftsmith.config.resolve import RUN_FILE
 from draftsmith.errors import DataError, OutputError
 from draftsmith.evaluation.results import FILE, Evaluation, read_evaluation
+from draftsmith.evaluation.sweep import SWEEP, Sweep, read_sweep
 from draftsmith.stages import STAGES, RunFolders, Stage, StageRecord
 
 __all__ = ["Run", "read_source"]
@@ -35,14 +36,16 @@ class Run:
     metrics: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
 
-def read_source(path: Path) -> tuple[str, Run | Evaluation]:
-    """A name, and the run or the evaluation at *path*.
+def read_source(path: Path) -> tuple[str, Run | Evaluation | Sweep]:
+    """A name, and the run, the evaluation or the sweep at *path*.
 
     Raises:
         DataError: there is neither, or it cannot be read.
     """
     if (path / RUN_FILE).is_file():
         return path.name, _read_run(path)
+    if (path / SWEEP).is_file():
+        return path.name, read_sweep(path / SWEEP)
     if path.is_file() or (path / FILE).is_file():
         return (path.parent if path.is_file() else path).name, read_evaluation(path)
     raise DataError(
