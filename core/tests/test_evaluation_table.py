@@ -15,9 +15,9 @@ from draftsmith.evaluation.table import COLUMNS, method_cells, print_evaluation,
 from draftsmith.serving.vllm_process import DraftCounters
 
 
-def printed(show, *arguments) -> str:
+def printed(show, *arguments, width: int = 200) -> str:
     out = io.StringIO()
-    show(Console(file=out, width=200), *arguments)
+    show(Console(file=out, width=width), *arguments)
     return out.getvalue()
 
 
@@ -48,6 +48,15 @@ def test_everything_is_printed_that_was_found():
     assert "suffix: not measured: arctic-inference is not installed" in shown
     assert "1 answers part where two logits tie" in shown
     assert "incomplete" not in shown
+
+
+def test_no_figure_is_broken_on_a_narrow_terminal():
+    shown = printed(print_evaluation, sample_evaluation(), width=88)
+    for text in ("accepted by position, %", "4.1 (2.8–5.5)", "300 (200–400)", "607.5 (405.0–810.0)", "not measured"):
+        assert text in shown
+    # Nothing was timed: no table of times.
+    whole = sample_evaluation()
+    assert "Speed" not in printed(print_evaluation, attrs.evolve(whole, methods=whole.methods[2:]))
 
 
 def test_remarks_warn():

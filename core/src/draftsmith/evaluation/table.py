@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.evaluation.metrics import Spread, largest_relative_gap
@@ -19,6 +19,7 @@ from draftsmith.evaluation.results import (
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 __all__ = ["COLUMNS", "method_cells", "print_evaluation", "print_worst", "remarks"]
 
@@ -35,6 +36,8 @@ COLUMNS = (
     "per token, ms",
     "identical",
 )
+#: Places in :data:`COLUMNS` of the two tables that a terminal has room for.
+_ACCEPTANCE, _SPEED = (0, 1, 2, 3, 4, 9), (0, 5, 6, 7, 8)
 #: Positions accepted more seldom than this are not compared: their counts are too few.
 RARE = 0.05
 #: How far two counts of one position may be apart, relatively.
@@ -101,22 +104,18 @@ def _against_simulator(evaluation: Evaluation) -> Iterator[str]:
 
 
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:
-    """All methods, then acceptance by category where there are several, then the remarks."""
-    from rich import box
-    from rich.table import Table
-
+    """Acceptance and speed of all methods, acceptance by category where there are several, then the remarks."""
     baseline = evaluation.method(BASELINE)
-    table = Table(title=_title(evaluation), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for place, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
-    for method in evaluation.methods:
-        table.add_row(*method_cells(method, baseline))
-    console.print(table)
+    rows = [method_cells(each, baseline) for each in evaluation.methods]
+    _print_table(console, _title(evaluation), _ACCEPTANCE, rows)
+    timed = [row for row in rows if any(row[place] for place in _SPEED[1:])]
+    if timed:
+        _print_table(console, "Speed: median (lowest–highest) of the repetitions", _SPEED, timed)
     drafting = [each for each in evaluation.methods if counters_of(each) is not None]
     if len(evaluation.categories) > 1 and drafting:
-        by_category = Table(title="Acceptance length by category", title_justify="left", box=box.SIMPLE_HEAD)
+        by_category = _table("Acceptance length by category")
         by_category.add_column("category")
-        by_category.add_column("prompts", justify="right")
+        by_category.add_column("prompts", justify="right", no_wrap=True)
         for method in drafting:
             by_category.add_column(method.name, justify="right", overflow="fold")
         for category in evaluation.categories:
@@ -129,13 +128,33 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
         console.print(remark, markup=False, highlight=False, soft_wrap=True)
 
 
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def _print_table(console: Console, title: str, places: Sequence[int], rows: Sequence[Sequence[str]]) -> None:
+    """Some of the columns; figures are never broken, methods' names are."""
+    table = _table(title)
+    for place in places:
+        if place == 0:
+            table.add_column(COLUMNS[place], overflow="fold", min_width=12)
+        else:
+            table.add_column(COLUMNS[place], justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[place] for place in places))
+    console.print(table)
+
+
 def _title(evaluation: Evaluation) -> str:
     settings: Mapping[str, Any] = evaluation.settings
     temperature = settings.get("temperature", 0)
     how = "greedy" if not temperature else f"temperature {temperature}"
     return (
-        f"{len(evaluation.prompts)} prompts, {how}, at most {settings.get('max_tokens')} tokens; "
-        f"{settings.get('repetitions')} repetitions: median (lowest–highest)"
+        f"{len(evaluation.prompts)} prompts, {how}, at most {settings.get('max_tokens')} tokens, "
+        f"{settings.get('repetitions')} repetitions"
     )
 
 
