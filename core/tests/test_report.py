@@ -78,6 +78,10 @@ def make_run(folder: Path) -> Path:
         stage.begin({"of": name})
         stage.finish({"figure": 1})
     Stage("export", folders.checkpoint).begin({})
+    stage = Stage("verify", folders.verification)
+    stage.begin({})
+    counted = {"all": {"acceptance_per_position": [0.5, 0.25, 0.125]}}
+    stage.finish({"served": {}, "simulated": counted})
     (folder / "run.json").write_text(json.dumps({"draftsmith": "0.1.0", "recipe": {"algorithm": HOSTILE}}))
     rows = []
     for step in range(1, 601):
@@ -149,7 +153,9 @@ def test_a_run_is_told(run_folder):
         assert title in text
     assert "export (not complete)" in text
     assert "position 1: tokens 20k, % 20" in text
-    assert reader.of_class("bar") == ["rect"] * 3
+    assert "my-run, simulator: position 3, % 12.5" in text
+    assert "my-run, vLLM" not in text  # it was verified without one
+    assert reader.of_class("bar") == ["rect"] * 4
     (train,) = [
         attributes["points"]
         for tag, attributes in reader.tags

@@ -213,6 +213,18 @@ def _training(runs: Mapping[str, Run]) -> Iterator[Element]:
             ),
             *(_positions(name, run) for name, run in trained.items()),
         )
+    verified = [each for name, run in runs.items() for each in _verified(name, run)]
+    if verified:
+        yield section(
+            "Verification",
+            lines(
+                verified,
+                x="position",
+                y="%",
+                title="Rounds in which all tokens up to this position were accepted",
+                points=True,
+            ),
+        )
     spent = [(stage.stage, name, stage.seconds, stage.complete) for name, run in runs.items() for stage in run.stages]
     if spent:
         several = len(runs) > 1
@@ -228,6 +240,16 @@ def _training(runs: Mapping[str, Run]) -> Iterator[Element]:
             ),
             el("p", f"In all {format_seconds(sum(seconds for _, _, seconds, _ in spent))}.", class_="note"),
         )
+
+
+def _verified(name: str, run: Run) -> Iterator[Series]:
+    """Acceptance by position as the closing stage counted it, in vLLM and in the simulator."""
+    summary = next((stage.summary for stage in run.stages if stage.stage == "verify" and stage.complete), {})
+    for key, who in (("served", "vLLM"), ("simulated", "simulator")):
+        shares = summary.get(key, {}).get("all", {}).get("acceptance_per_position", [])
+        if shares:
+            points = [(float(place), 100 * share) for place, share in enumerate(shares, 1)]
+            yield Series(name=f"{name}, {who}", points=points)
 
 
 def _points(run: Run, phase: str, key: str) -> list[tuple[float, float]]:
