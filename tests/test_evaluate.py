@@ -24,6 +24,7 @@ from draftsmith.errors import (
     CheckpointError,
     DataError,
     FingerprintMismatch,
+    OutputError,
     ServingError,
     Stopped,
     UserError,
@@ -43,6 +44,7 @@ from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
 from draftsmith.serving.verifier_model import generate_greedily
 from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
+from draftsmith.stages import sole_writer
 from draftsmith.verifier import read_verifier
 
 TOPICS = ("colour", "number")
@@ -128,6 +130,17 @@ def test_the_same_evaluation_is_read_and_another_is_refused(by_heart, prompts_fi
         evaluate(attrs.evolve(asked, max_tokens=5), registry, tmp_path / "out")
     anew = evaluate(attrs.evolve(asked, max_tokens=5), registry, tmp_path / "out", overwrite=True)
     assert anew.settings["max_tokens"] == 5
+
+
+def test_one_command_at_a_time_works_in_a_folder(by_heart, prompts_file, registry, tmp_path, engines):
+    asked = settings(by_heart, prompts_file)
+    engines(at_0=Stopped("by SIGINT", number=2))
+    with pytest.raises(Stopped):
+        evaluate(asked, registry, tmp_path / "out")
+    engines()
+    with sole_writer(tmp_path / "out"), pytest.raises(OutputError, match="another draftsmith command is at work"):
+        evaluate(asked, registry, tmp_path / "out")
+    assert evaluate(asked, registry, tmp_path / "out").complete
 
 
 def test_the_command_prints_and_demands(by_heart, prompts_file, tmp_path, without_vllm, capsys):

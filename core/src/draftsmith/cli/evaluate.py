@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", metavar="T", type=common.number(float, 0.0), default=0.0, help="default: 0, greedy"
     )
-    parser.add_argument("--top-p", metavar="P", type=common.number(float, 1e-6, 1.0), default=1.0)
+    parser.add_argument("--top-p", metavar="P", type=common.number(float, 1e-6, 1.0), default=1.0, help="default: 1")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling; default: 0")
     parser.add_argument("--draft-sample-method", choices=("greedy", "probabilistic"), help="default: vLLM's")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")

@@ -48,7 +48,7 @@ from draftsmith.serving.vllm_process import (
     run_engines,
     vllm_version,
 )
-from draftsmith.stages import Stage, digest
+from draftsmith.stages import Stage, digest, sole_writer
 from draftsmith.verifier import read_verifier
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def evaluate(
     Raises:
         ServingError: vLLM is missing, or does not serve the checkpoint, and no simulation is asked for.
         DataError, CheckpointError, VerifierError, UserError: what is asked for cannot be read or makes no sense.
-        FingerprintMismatch, OutputError: the folder holds another evaluation, or something else.
+        FingerprintMismatch, OutputError: the folder holds another evaluation, or something else, or another command
+            is at work there.
     """
     job = _prepare(settings, registry, folder)
     about = provenance(command, job.verifier, _folders(job.methods), ENVIRONMENT)
@@ -169,10 +170,11 @@ def evaluate(
     if stage.begin(_fingerprint(job, about), overwrite=overwrite) == "complete":
         return read_evaluation(folder)
     gc.enable()
-    evaluation = _measure(job, about, console)
-    write_evaluation(folder, evaluation)
-    if evaluation.complete:
-        stage.finish({"methods": [each.name for each in evaluation.methods], "prompts": len(evaluation.prompts)})
+    with sole_writer(folder):
+        evaluation = _measure(job, about, console)
+        write_evaluation(folder, evaluation)
+        if evaluation.complete:
+            stage.finish({"methods": [each.name for each in evaluation.methods], "prompts": len(evaluation.prompts)})
     return evaluation
 
 
