@@ -21,6 +21,7 @@ from draftsmith.evaluation.results import BASELINE, Evaluation, figures
 from draftsmith.evaluation.run import Settings, evaluate
 from draftsmith.serving.schedule import NO_END, Step, as_plan
 from draftsmith.stages import write_json_atomically
+from draftsmith.tables import print_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -241,7 +242,7 @@ def print_sweep(console: Console, sweep: Sweep) -> None:
         lengths = [point.acceptance_length for point in row.values() if point.acceptance_length is not None]
         cells = [_cell(row[load].speed_up) if load in row else "" for load in loads]
         table.add_row(str(tokens), f"{lengths[0]:.3f}" if lengths else "", *cells)
-    console.print(table)
+    print_whole(console, table)
     for reason in dict.fromkeys(f"K={each.tokens}: {each.reason}" for each in sweep.points if each.reason):
         console.print(reason, markup=False, highlight=False, soft_wrap=True)
     for line in plan_lines(sweep):

@@ -16,6 +16,7 @@ from draftsmith.evaluation.results import (
     counters_of,
     figures,
 )
+from draftsmith.tables import print_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,7 +124,7 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
             lengths = [figures(method, None, prompts)["acceptance_length"] for method in drafting]
             cells = ["" if length is None else f"{length:.3f}" for length in lengths]
             by_category.add_row(category, str(len(prompts)), *cells)
-        console.print(by_category)
+        print_whole(console, by_category)
     for remark in remarks(evaluation):
         console.print(remark, markup=False, highlight=False, soft_wrap=True)
 
@@ -142,10 +143,11 @@ def _print_table(console: Console, title: str, places: Sequence[int], rows: Sequ
         if place == 0:
             table.add_column(COLUMNS[place], overflow="fold", min_width=12)
         else:
-            table.add_column(COLUMNS[place], justify="right", no_wrap=True)
+            width = max(map(len, [*COLUMNS[place].split(), *(row[place] for row in rows)]))
+            table.add_column(COLUMNS[place], justify="right", min_width=width)
     for row in rows:
         table.add_row(*(row[place] for place in places))
-    console.print(table)
+    print_whole(console, table)
 
 
 def _title(evaluation: Evaluation) -> str:

@@ -43,6 +43,7 @@ from draftsmith.serving.vllm_process import (
     vllm_version,
 )
 from draftsmith.stages import Stage, StageRecord, write_json_atomically
+from draftsmith.tables import print_whole
 from draftsmith.verifier import read_verifier
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ ALONE, WITH_DRAFT, AS_MODEL = "alone", "with_draft", "as_model"
 AS_MODEL_PROMPTS = 16
 #: What the columns of the acceptance by position begin with, where there is room for it.
 POSITION = "pos. "
-#: Characters that the closing table takes at most.
-WIDEST_TABLE = 1000
 #: Largest gap between two float32 logits that rounding can turn round.
 FLOAT32_TIE = 1e-3
 #: vLLM and the simulator count the same rounds; beyond this the draft is not served as it was trained.
@@ -490,12 +489,8 @@ def _markdown(summary: Mapping[str, Any]) -> str:
 
 
 def print_verification(console: Console, record: StageRecord) -> None:
-    """The table of a verification, and below it whether the output was the verifier's own.
-
-    That of a draft of many tokens may be wider than the terminal: its lines then wrap, and no figure is cut.
-    """
+    """The table of a verification, and below it whether the output was the verifier's own."""
     from rich import box
-    from rich.measure import Measurement
     from rich.table import Table
 
     summary = record.summary
@@ -507,7 +502,6 @@ def print_verification(console: Console, record: StageRecord) -> None:
         table.add_column(name, justify="left" if place < 2 else "right", min_width=max(map(len, name.split() + cells)))
     for row in rows:
         table.add_row(*row)
-    needed = Measurement.get(console, console.options.update(width=WIDEST_TABLE), table).minimum
-    console.print(table, width=max(console.width, needed), crop=False)
+    print_whole(console, table)
     for remark in _remarks(summary):
         console.print(remark, markup=False, highlight=False, soft_wrap=True)
