@@ -22,7 +22,10 @@ from draftsmith.cli.common import plugin_commands
 from draftsmith.config.load import load_recipe
 from draftsmith.config.schema import NamedConfig, Recipe
 from draftsmith.data.conversations import normalise
+from draftsmith.evaluation.require import FIGURES
+from draftsmith.evaluation.results import Evaluation, Method, PromptRecord, Repetition, RequestRecord, RoundRecord
 from draftsmith.interfaces import DraftSlots, ScoredSlots
+from draftsmith.plugins import load_plugins
 from draftsmith.train.metrics import divide, slot_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +102,21 @@ def test_every_metric_is_defined() -> None:
     page = (DOCS / "training.md").read_text(encoding="utf-8")
     assert {"eal", "prefix_k", "coverage"} <= names
     assert not {name for name in names if f"| `{name}` |" not in page}
+
+
+def test_every_figure_and_key_of_an_evaluation_is_documented() -> None:
+    page = (DOCS / "evaluate.md").read_text(encoding="utf-8")
+    classes = (Evaluation, Method, Repetition, RequestRecord, RoundRecord, PromptRecord)
+    keys = {field.name for cls in classes for field in attrs.fields(cls)}
+    assert {"complete", "losslessness", "rounds"} <= keys
+    assert not {name for name in {*keys, *FIGURES} if f"`{name}`" not in page}
+
+
+def test_every_prompt_set_is_documented() -> None:
+    page = (DOCS / "evaluate.md").read_text(encoding="utf-8")
+    names = load_plugins(only=[]).prompt_sets.names()
+    assert "humaneval" in names
+    assert not {name for name in names if f"`{name}`" not in page}
 
 
 def test_every_reason_to_reject_a_row_is_explained() -> None:

@@ -74,7 +74,7 @@ def test_the_workspace_knows_the_package(folder: Path) -> None:
     assert workspace["tool"]["uv"]["sources"][project(folder)["name"]] == {"workspace": True}
     assert f"{relative}/src" in workspace["tool"]["mypy"]["files"]
     assert f"{relative}/tests" in workspace["tool"]["pytest"]["ini_options"]["testpaths"]
-    assert re.search(rf"^-e \./{relative}(\[train\])?$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
+    assert re.search(rf"^-e \./{relative}(\[[a-z,]+\])?$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: path.name)

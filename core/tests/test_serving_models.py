@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from draftsmith.serving.vllm_models import hands_out_hidden_states
+from draftsmith.serving.vllm_models import hands_out_hidden_states, speculative_keys, speculative_methods
 
 REGISTRY = """
 _MODELS = {
@@ -96,3 +96,42 @@ def test_vllm_itself_says_the_same(name):  # but for classes that inherit the me
     from vllm.model_executor.models.registry import ModelRegistry
 
     assert supports_eagle3(ModelRegistry._try_load_model_cls(name)) == hands_out_hidden_states([name])
+
+
+METHODS = """
+Inner = Literal["tinker"]
+Outer = Literal["weld", Inner]
+SpeculativeMethod = Literal["ngram", Outer]
+Other = Literal["nothing"]
+
+
+class SpeculativeConfig:
+    method: SpeculativeMethod | None = None
+    schedule: list[int] = []
+
+    def post(self) -> None:
+        inner: int = 0
+"""
+
+
+def test_the_methods_are_read_from_the_configuration(models, tmp_path):
+    folder = tmp_path / "config"
+    folder.mkdir()
+    (folder / "speculative.py").write_text(METHODS)
+    assert speculative_methods() == {"ngram", "weld", "tinker"}
+    assert speculative_keys() == {"method", "schedule"}
+    (folder / "speculative.py").write_text("SpeculativeMethod = (")
+    assert speculative_methods() is None
+    assert speculative_keys() is None
+    (folder / "speculative.py").write_text("Renamed = Literal['ngram']")
+    assert speculative_methods() is None
+
+
+@pytest.mark.vllm
+def test_the_methods_of_the_installed_vllm():
+    methods = speculative_methods()
+    assert methods is not None
+    assert {"ngram", "suffix", "draft_model"} <= methods
+    keys = speculative_keys()
+    assert keys is not None
+    assert {"method", "num_speculative_tokens_per_batch_size", "draft_sample_method"} <= keys

@@ -11,10 +11,11 @@ import pytest
 
 from draftsmith.errors import ServingError
 from draftsmith.serving import vllm_process
-from draftsmith.serving.vllm_child import _summed
+from draftsmith.serving.vllm_child import _rounds, _summed, _times
 from draftsmith.serving.vllm_process import (
     DraftCounters,
     EngineRequest,
+    engine_arguments,
     error_from_log,
     run_engines,
     server_command,
@@ -64,6 +65,23 @@ def test_requests_are_counted_as_the_engine_counts():
     assert _summed(requests) == {"drafts": 6, "drafted": 18, "accepted": 5, "accepted_per_position": [3, 1, 1]}
 
 
+def test_rounds_and_times_are_those_that_the_engine_tells():
+    assert _rounds(SimpleNamespace(per_step_drafted=[3, 2], per_step_accepted=[1, 2])) == [(3, 1), (2, 2)]
+    assert _rounds(None) == []
+    times = SimpleNamespace(scheduled_ts=10.0, first_token_ts=10.5, last_token_ts=12.0)
+    assert _times(times) == (0.5, 2.0)
+    assert _times(SimpleNamespace(scheduled_ts=0.0)) is None
+    assert _times(None) is None
+
+
+def test_engines_that_are_compared_leave_room_for_the_last_round():
+    arguments = engine_arguments(100, 50, 5, batch_size=8, dtype="float32", limit=4096)
+    assert arguments["max_model_len"] == 192  # 100 + 50 + 2 * 5 + 2, in whole blocks
+    assert arguments["max_num_seqs"] == 8
+    assert not arguments["enable_prefix_caching"]
+    assert engine_arguments(100, 50, 5, batch_size=8, dtype="float32", limit=170)["max_model_len"] == 170
+
+
 def test_an_error_quotes_its_cause_and_the_end_of_the_log(tmp_path):
     log = tmp_path / "vllm.log"
     log.write_text("\n".join([f"line {i}" for i in range(50)] + ["ValueError: no such layer", "bye"]))
@@ -89,6 +107,8 @@ def test_results_that_are_there_are_not_computed_again(tmp_path, monkeypatch):
         "counters": {"drafts": 2, "drafted": 4, "accepted": 1, "accepted_per_position": [1, 0]},
         "counters_by_group": {},
         "eos_token_ids": [2],
+        "rounds": [[[2, 1], [2, 0]]],
+        "times": [[0.25, 1.5]],
         "load_seconds": 1.0,
         "generate_seconds": 2.0,
     }
@@ -99,6 +119,8 @@ def test_results_that_are_there_are_not_computed_again(tmp_path, monkeypatch):
     assert result.outputs == ((5, 6),)
     assert result.counters is not None
     assert result.counters.acceptance_length == 1.5
+    assert DraftCounters.of_rounds(result.rounds[0], 2) == result.counters
+    assert result.times == ((0.25, 1.5),)
     # Another request is another file.
     assert vllm_process._digest(wanted) != vllm_process._digest(request("alone", model="/elsewhere"))
     assert vllm_process._digest(wanted) != vllm_process._digest(wanted, {"VLLM_USE_V2_MODEL_RUNNER": "1"})

@@ -33,6 +33,7 @@ __all__ = [
     "Mask",
     "Observer",
     "Problem",
+    "PromptSet",
     "RunFinished",
     "RunStarted",
     "ServingPlan",
@@ -359,6 +360,19 @@ class Observer(Item):
 class Command(Item):
     """A further command of the command line. ``implementation`` is a function that typer can wrap, or a
     ``typer.Typer`` with commands: ``draftsmith NAME COMMAND …``."""
+
+    implementation: str = field(validator=_is_reference)
+
+
+@frozen(kw_only=True)
+class PromptSet(Item):
+    """Prompts that ``draftsmith evaluate --prompts NAME`` measures with.
+
+    ``implementation`` is a function without arguments that returns (or yields) rows: mappings with ``messages``,
+    ``conversations``, ``turns`` (the first is sent), ``question``, ``instruction`` or ``prompt``, and with
+    ``category`` where the set has some. Answers at the end of a row are left out. What it cannot read is a
+    ``draftsmith.errors.DataError`` that says what to install or download.
+    """
 
     implementation: str = field(validator=_is_reference)
 

@@ -69,6 +69,11 @@ def draftsmith_observers() -> Sequence[api.Observer]:  # type: ignore[empty-body
 
 
 @hookspec
+def draftsmith_prompt_sets() -> Sequence[api.PromptSet]:  # type: ignore[empty-body]
+    """Register sets of prompts that an evaluation can be asked for by name."""
+
+
+@hookspec
 def draftsmith_commands() -> Sequence[api.Command]:  # type: ignore[empty-body]
     """Register further commands of ``draftsmith``."""
 

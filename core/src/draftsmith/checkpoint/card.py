@@ -15,7 +15,7 @@ from draftsmith.stages import write_text_atomically
 if TYPE_CHECKING:
     from draftsmith.config.resolve import ResolvedRun
 
-__all__ = ["CARD", "add_measurement", "model_card", "serving_commands", "speculative_config"]
+__all__ = ["CARD", "add_measurement", "engine_arguments", "model_card", "serving_commands", "speculative_config"]
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -34,14 +34,14 @@ def speculative_config(plan: ServingPlan, checkpoint: str) -> dict[str, Any]:
 def serving_commands(plan: ServingPlan, verifier: str, checkpoint: str) -> list[str]:
     """The commands that serve the checkpoint: as the model itself where that works, and beside its verifier."""
     serve = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()), "vllm serve"])
-    further = "".join(f" {argument}" for argument in _engine_arguments(plan.engine))
+    further = "".join(f" {argument}" for argument in engine_arguments(plan.engine))
     speculative = shlex.quote(json.dumps(speculative_config(plan, checkpoint)))
     beside = f"{serve} {verifier} --speculative-config {speculative}{further}"
     return [f"{serve} {checkpoint}{further}", beside] if plan.as_model else [beside]
 
 
-def _engine_arguments(engine: Mapping[str, Any]) -> Iterator[str]:
-    """Engine arguments as ``vllm serve`` spells them."""
+def engine_arguments(engine: Mapping[str, Any]) -> Iterator[str]:
+    """Engine arguments as ``vllm serve`` spells them in a shell."""
     for name, value in engine.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

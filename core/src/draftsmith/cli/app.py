@@ -23,6 +23,10 @@ COMMANDS = {
     "train": "train the draft; a killed run goes on where it stopped",
     "export": "write the checkpoint that vLLM serves",
     "verify": "serve the checkpoint in vLLM; compare with the verifier alone and the simulator",
+    "evaluate": "measure a draft side by side with other methods, in vLLM",
+    "report": "write one HTML file about runs and evaluations",
+    "serve": "serve a checkpoint with vLLM, after checking it",
+    "watch": "watch running vLLM servers: is the draft still worth it?",
     "lint": "check a checkpoint against vLLM's loader, without starting it",
     "plugins": "show what is installed, and what each plugin offers",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,9 +25,11 @@ __all__ = [
     "add_plugin_options",
     "add_recipe_options",
     "add_run_options",
+    "at_least",
     "disabled",
     "load_run",
     "note",
+    "number",
     "open_registry",
     "plugin_commands",
     "run_plugin_command",
@@ -45,10 +48,24 @@ class Raw(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong arguments are errors like all others: what, where, what to do."""
+    """Wrong arguments are errors like all others: what, where, what to do.
+
+    Attributes:
+        rest: name that all after ``--`` is kept under, for commands that pass it on; None: argparse's use of it.
+    """
 
     def __init__(self, *, prog: str, **settings: object) -> None:
         super().__init__(prog=prog, allow_abbrev=False, **settings)  # type: ignore[arg-type]
+        self.rest: str | None = None
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        if self.rest is None:
+            return super().parse_args(given, namespace)
+        end = given.index("--") if "--" in given else len(given)
+        parsed = super().parse_args(given[:end], namespace)
+        setattr(parsed, self.rest, given[end + 1 :])
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         hint = f"see `{self.prog} --help`"
@@ -58,6 +75,27 @@ class Parser(argparse.ArgumentParser):
             near = did_you_mean(wrong, self._option_string_actions)
             hint = f"{near} {hint}" if near else hint
         raise UserError(message, where=self.prog, hint=hint)
+
+
+def number(kind: Callable[[str], Any], least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """What argparse reads a number in [least, most] with."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not least <= value <= most:
+            bound = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise argparse.ArgumentTypeError(f"{text} is not {bound}")
+        return value
+
+    return read
+
+
+def at_least(least: int) -> Callable[[str], Any]:
+    """What argparse reads a whole number of at least *least* with."""
+    return number(int, least)
 
 
 def add_plugin_options(parser: argparse.ArgumentParser) -> None:

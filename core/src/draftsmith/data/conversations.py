@@ -29,8 +29,10 @@ __all__ = [
     "RowRejected",
     "count_rows",
     "fingerprint_sources",
+    "load_hub_dataset",
     "normalise",
     "read_conversations",
+    "read_rows",
 ]
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -125,7 +127,7 @@ def read_conversations(
         DataError: a source is missing, of an unknown kind, or cannot be read at all.
     """
     for source in sources:
-        for name, line, row in _rows(source, base):
+        for name, line, row in read_rows(source, base):
             if isinstance(row, RowRejected):
                 yield Rejection(source=name, line=line, reason=row.reason, detail=row.detail, row=row.row)
                 continue
@@ -201,7 +203,12 @@ def _files(source: str, base: Path) -> list[Path] | None:
     return None
 
 
-def _rows(source: str, base: Path) -> Iterator[tuple[str, int, Any]]:
+def read_rows(source: str, base: Path) -> Iterator[tuple[str, int, Any]]:
+    """(file or data set, line, row) of everything in one source; a line that is no JSON comes as a `RowRejected`.
+
+    Raises:
+        DataError: as of :func:`read_conversations`.
+    """
     files = _files(source, base)
     if files is None:
         for number, row in enumerate(_load_hub_dataset(source), 1):
@@ -268,18 +275,30 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _load_hub_dataset(source: str) -> Any:
+    name, _, split = source.partition(":")
+    return load_hub_dataset(
+        name,
+        split=split or "train",
+        what=f"{source!r} is neither a file nor a dataset that can be loaded",
+        where="data.sources",
+        hint="check the path (relative to the recipe) or, for a hub dataset, the name and the network",
+    )
+
+
+def load_hub_dataset(name: str, config: str | None = None, *, split: str, what: str, where: str, hint: str) -> Any:
+    """A data set of the hub, or of the hub's cache on this machine.
+
+    Raises:
+        DataError: it cannot be loaded: *what*, with the hub's own reason, *where* and *hint*.
+    """
     import datasets
 
-    name, _, split = source.partition(":")
     try:
-        return datasets.load_dataset(name, split=split or "train")
+        return datasets.load_dataset(name, *([config] if config else []), split=split)
     except Exception as error:  # whatever the hub's client raises, from DNS to gated repositories
         reason = str(error).strip().splitlines()
         raise DataError(
-            f"{source!r} is neither a file nor a dataset that can be loaded"
-            f" ({type(error).__name__}: {reason[0] if reason else 'no reason given'})",
-            where="data.sources",
-            hint="check the path (relative to the recipe) or, for a hub dataset, the name and the network",
+            f"{what} ({type(error).__name__}: {reason[0] if reason else 'no reason given'})", where=where, hint=hint
         ) from error
 
 

@@ -62,11 +62,25 @@ FACETS = (
     Facet("draftsmith_checkpoint_schemas", "schemas", "checkpoint schema", api.CheckpointSchema),
     Facet("draftsmith_transports", "transports", "transport", api.Transport),
     Facet("draftsmith_observers", "observers", "observer", api.Observer),
+    Facet("draftsmith_prompt_sets", "prompt_sets", "prompt set", api.PromptSet),
     Facet("draftsmith_commands", "commands", "command", api.Command),
 )
 
 #: Names of the core's own commands, which no plugin may take.
-RESERVED_COMMANDS = ("run", "prepare", "capture", "train", "export", "verify", "lint", "plugins")
+RESERVED_COMMANDS = (
+    "run",
+    "prepare",
+    "capture",
+    "train",
+    "export",
+    "verify",
+    "evaluate",
+    "report",
+    "serve",
+    "watch",
+    "lint",
+    "plugins",
+)
 
 #: Observer hooks, in the order of a run.
 EVENTS = (
@@ -151,6 +165,7 @@ class PluginRegistry:
         self.schemas: Catalog[api.CheckpointSchema] = Catalog("checkpoint schema", self._explain)
         self.transports: Catalog[api.Transport] = Catalog("transport", self._explain)
         self.observers: Catalog[api.Observer] = Catalog("observer", self._explain)
+        self.prompt_sets: Catalog[api.PromptSet] = Catalog("prompt set", self._explain)
         self.commands: Catalog[api.Command] = Catalog("command", self._explain)
         self.plugins: list[LoadedPlugin] = []
         self.quarantined: list[QuarantinedPlugin] = []

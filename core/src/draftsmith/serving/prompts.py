@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import frozen
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from draftsmith.config.resolve import ResolvedRun
 
 __all__ = ["Prompt", "load_prompts", "spread"]
+
+T = TypeVar("T")
 
 
 @frozen(kw_only=True)
@@ -44,7 +46,7 @@ def load_prompts(run: ResolvedRun) -> list[Prompt]:
     return spread(fitting, config.max_prompts)
 
 
-def spread(items: Sequence[Prompt], count: int) -> list[Prompt]:
+def spread(items: Sequence[T], count: int) -> list[T]:
     """*count* of the items at even distances, in order; all where there are no more."""
     if len(items) <= count:
         return list(items)

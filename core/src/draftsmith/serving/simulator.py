@@ -69,16 +69,7 @@ class Simulation:
 
 
 def _count(rounds: Iterable[Round], num_speculative_tokens: int) -> DraftCounters:
-    per_position = [0] * num_speculative_tokens
-    drafts = drafted = 0
-    for each in rounds:
-        drafts += 1
-        drafted += len(each.draft)
-        for position in range(each.accepted):
-            per_position[position] += 1
-    return DraftCounters(
-        drafts=drafts, drafted=drafted, accepted=sum(per_position), accepted_per_position=tuple(per_position)
-    )
+    return DraftCounters.of_rounds(((len(each.draft), each.accepted) for each in rounds), num_speculative_tokens)
 
 
 def answer_length(output: Iterable[int], eos_token_ids: Collection[int], max_tokens: int | None) -> int:

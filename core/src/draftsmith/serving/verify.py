@@ -29,18 +29,21 @@ from draftsmith.device import resolve_device
 from draftsmith.errors import CheckpointError, Problem, ServingError, VerifierError
 from draftsmith.progress import stage_progress
 from draftsmith.serving.prompts import Prompt, load_prompts
-from draftsmith.serving.simulator import Simulation, answer_length, describe, simulate
-from draftsmith.serving.verifier_model import batches_by_length, features, generate_greedily, last_logits
+from draftsmith.serving.simulation import answer_prompts, simulate_answers
+from draftsmith.serving.simulator import answer_length, describe
+from draftsmith.serving.verifier_model import last_logits
 from draftsmith.serving.vllm_process import (
     DraftCounters,
     EngineRequest,
     EngineResult,
+    engine_arguments,
     missing_v2_runner,
     required_environment,
     run_engines,
     vllm_version,
 )
 from draftsmith.stages import Stage, StageRecord, write_json_atomically
+from draftsmith.tables import print_whole
 from draftsmith.verifier import read_verifier
 
 if TYPE_CHECKING:
@@ -58,15 +61,10 @@ ALONE, WITH_DRAFT, AS_MODEL = "alone", "with_draft", "as_model"
 AS_MODEL_PROMPTS = 16
 #: What the columns of the acceptance by position begin with, where there is room for it.
 POSITION = "pos. "
-#: Characters that the closing table takes at most.
-WIDEST_TABLE = 1000
 #: Largest gap between two float32 logits that rounding can turn round.
 FLOAT32_TIE = 1e-3
 #: vLLM and the simulator count the same rounds; beyond this the draft is not served as it was trained.
 CLOSE = 0.02
-#: Tokens of the verifier's batches on a CPU. A layer's intermediate states then stay in its caches: with 8192 tokens
-#: a 135M verifier runs at little more than half the speed.
-CPU_BATCH_TOKENS = 512
 
 
 @frozen(kw_only=True)
@@ -176,7 +174,15 @@ def _verify(
         continued = [list(output) for output in results[ALONE].outputs]
     else:
         eos = frozenset(run.verifier.eos_token_ids)
-        continued = _answer(run, model, prompts, plan.num_speculative_tokens, eos, console)
+        continued = answer_prompts(
+            model,
+            [prompt.token_ids for prompt in prompts],
+            config.max_tokens,
+            plan.num_speculative_tokens,
+            eos,
+            batch_size=config.batch_size,
+            console=console,
+        )
     answers = [output[: answer_length(output, eos, config.max_tokens)] for output in continued]
     summary: dict[str, Any] = {
         "vllm": None if without else vllm_version(),
@@ -208,7 +214,25 @@ def _verify(
         summary["seconds_alone"] = results[ALONE].generate_seconds
         served = [_total(results[WITH_DRAFT], [index]) for index in range(len(prompts))]
         summary["served"] = _by_source(prompts, served, results[WITH_DRAFT].counters)
-    simulations = _simulate(run, plan, model, prompts, continued, eos, console)
+    algorithm, draft, _ = load_draft(
+        run.folders.checkpoint,
+        run.registry,
+        verifier=run.verifier.path,
+        device=next(model.parameters()).device,
+        trust_remote_code=run.recipe.trust_remote_code,
+    )
+    simulations = simulate_answers(
+        algorithm,
+        draft,
+        model,
+        [prompt.token_ids for prompt in prompts],
+        continued,
+        plan.num_speculative_tokens,
+        eos_token_ids=eos,
+        max_tokens=config.max_tokens,
+        batch_tokens=run.recipe.capture.batch_tokens,
+        console=console,
+    )
     summary["simulated"] = _by_source(prompts, [each.counters for each in simulations])
     write_json_atomically(
         folder / RESULT,
@@ -272,18 +296,15 @@ def _engine_requests(
     config = run.recipe.verify
     beyond = plan.num_speculative_tokens
     ids = [list(prompt.token_ids) for prompt in prompts]
-    # Room for the answer, for what is drafted beyond it, and for one more round.
-    length = max(map(len, ids)) + config.max_tokens + 2 * beyond + 2
-    length = min(-(-length // 64) * 64, run.verifier.max_position_embeddings)
     engine = {
-        "dtype": config.dtype,
-        "max_model_len": length,
-        "max_num_seqs": config.batch_size,
-        "max_num_batched_tokens": max(2048, length),
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "seed": 0,
+        **engine_arguments(
+            max(map(len, ids)),
+            config.max_tokens,
+            beyond,
+            batch_size=config.batch_size,
+            dtype=config.dtype,
+            limit=run.verifier.max_position_embeddings,
+        ),
         "trust_remote_code": run.recipe.trust_remote_code,
         **plan.engine,
     }
@@ -364,70 +385,6 @@ def _refuse_differences(differences: Mapping[str, Sequence[Difference]], where: 
         where=str(where),
         hint="speculative decoding must not change greedy output; is another vLLM option in play?",
     )
-
-
-# --- the simulator ----------------------------------------------------------------------------------------------
-
-
-def _answer(
-    run: ResolvedRun,
-    model: nn.Module,
-    prompts: Sequence[Prompt],
-    beyond: int,
-    eos: frozenset[int],
-    console: Console | None,
-) -> list[list[int]]:
-    config = run.recipe.verify
-    ids = [prompt.token_ids for prompt in prompts]
-    answers: list[list[int]] = [[] for _ in prompts]
-    with stage_progress(console, "answers by transformers", len(ids), "answers") as bar:
-        for batch in batches_by_length([len(each) for each in ids], 1 << 16, config.batch_size):
-            made = generate_greedily(model, [ids[index] for index in batch], config.max_tokens, beyond, eos)
-            for index, answer in zip(batch, made, strict=True):
-                answers[index] = answer
-            bar.advance(len(batch))
-    return answers
-
-
-def _simulate(
-    run: ResolvedRun,
-    plan: ServingPlan,
-    model: nn.Module,
-    prompts: Sequence[Prompt],
-    continued: Sequence[Sequence[int]],
-    eos: frozenset[int],
-    console: Console | None,
-) -> list[Simulation]:
-    device = next(model.parameters()).device
-    algorithm, draft, _ = load_draft(
-        run.folders.checkpoint,
-        run.registry,
-        verifier=run.verifier.path,
-        device=device,
-        trust_remote_code=run.recipe.trust_remote_code,
-    )
-    limit = run.recipe.verify.max_tokens
-    ends = [answer_length(output, eos, limit) + plan.num_speculative_tokens for output in continued]
-    sequences = [
-        [*prompt.token_ids, *output[:end]] for prompt, output, end in zip(prompts, continued, ends, strict=True)
-    ]
-    simulations: dict[int, Simulation] = {}
-    with stage_progress(console, "simulator", len(prompts), "answers") as bar:
-        layer_ids = algorithm.setup.capture.layer_ids
-        batch_tokens = CPU_BATCH_TOKENS if device.type == "cpu" else run.recipe.capture.batch_tokens
-        for index, taps in features(model, sequences, layer_ids, batch_tokens=batch_tokens):
-            simulations[index] = simulate(
-                algorithm,
-                draft,
-                torch.tensor(sequences[index], device=device),
-                taps.float(),
-                len(prompts[index].token_ids),
-                plan.num_speculative_tokens,
-                eos_token_ids=eos,
-                max_tokens=limit,
-            )
-            bar.advance(1)
-    return [simulations[index] for index in range(len(prompts))]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------
@@ -532,12 +489,8 @@ def _markdown(summary: Mapping[str, Any]) -> str:
 
 
 def print_verification(console: Console, record: StageRecord) -> None:
-    """The table of a verification, and below it whether the output was the verifier's own.
-
-    That of a draft of many tokens may be wider than the terminal: its lines then wrap, and no figure is cut.
-    """
+    """The table of a verification, and below it whether the output was the verifier's own."""
     from rich import box
-    from rich.measure import Measurement
     from rich.table import Table
 
     summary = record.summary
@@ -549,7 +502,6 @@ def print_verification(console: Console, record: StageRecord) -> None:
         table.add_column(name, justify="left" if place < 2 else "right", min_width=max(map(len, name.split() + cells)))
     for row in rows:
         table.add_row(*row)
-    needed = Measurement.get(console, console.options.update(width=WIDEST_TABLE), table).minimum
-    console.print(table, width=max(console.width, needed), crop=False)
+    print_whole(console, table)
     for remark in _remarks(summary):
         console.print(remark, markup=False, highlight=False, soft_wrap=True)

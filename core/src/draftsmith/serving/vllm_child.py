@@ -40,14 +40,14 @@ def _run(job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
 
     started = time.monotonic()
     # vLLM's own counters know no prompts.
-    counted = {"per_request_spec_decode_metrics": "summary"} if job["groups"] else {}
+    detail = "detailed" if job["rounds"] else "summary" if job["groups"] else None
+    counted = {"per_request_spec_decode_metrics": detail} if detail else {}
     llm = LLM(**job["engine"], **counted)
     loaded = time.monotonic()
     try:
         generated = _generate(llm, job, ticks)
         generated["eos_token_ids"] = _eos_token_ids(llm)
         generated["load_seconds"] = round(loaded - started, 2)
-        generated["generate_seconds"] = round(time.monotonic() - loaded, 2)
         return generated
     finally:
         with contextlib.suppress(Exception):
@@ -61,12 +61,17 @@ def _generate(llm: Any, job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
     """Answer all prompts at once. vLLM's counters only grow, so this engine's are a difference of two readings."""
     from vllm import SamplingParams
 
+    sampling = SamplingParams(**job["sampling"])
+    if job["warm_up"]:
+        llm.generate([{"prompt_token_ids": prompt} for prompt in job["warm_up"]], sampling, use_tqdm=False)
     before = _read_counters(llm)
+    started = time.monotonic()
     answers = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in job["prompts"]],
-        SamplingParams(**job["sampling"]),
+        sampling,
         use_tqdm=_progress(ticks, job["name"]),
     )
+    seconds = time.monotonic() - started
     completions = [answer.outputs[0] for answer in answers]
     members: dict[str, list[Any]] = {}
     for name, each in zip(job["groups"] or [], completions, strict=False):
@@ -76,7 +81,22 @@ def _generate(llm: Any, job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
         "finish_reasons": [each.finish_reason for each in completions],
         "counters": _difference(before, _read_counters(llm)),
         "counters_by_group": {name: _summed(metrics) for name, metrics in sorted(members.items())},
+        "rounds": [_rounds(each.spec_decode_metrics) for each in completions] if job["rounds"] else [],
+        "times": [_times(answer.metrics) for answer in answers],
+        "generate_seconds": round(seconds, 4),
     }
+
+
+def _rounds(metrics: Any) -> list[tuple[int, int]]:
+    """(drafted, accepted) of each of a request's rounds."""
+    return [] if metrics is None else list(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True))
+
+
+def _times(metrics: Any) -> tuple[float, float] | None:
+    """Seconds from when the engine began with a request until its first and its last token."""
+    if metrics is None or not metrics.scheduled_ts:
+        return None
+    return metrics.first_token_ts - metrics.scheduled_ts, metrics.last_token_ts - metrics.scheduled_ts
 
 
 def _read_counters(llm: Any) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["hands_out_hidden_states"]
+__all__ = ["hands_out_hidden_states", "speculative_keys", "speculative_methods"]
 
 #: The method of the interface through which an engine asks a model for the states of some layers.
 _METHOD = "set_aux_hidden_state_layers"
@@ -41,6 +41,53 @@ def hands_out_hidden_states(architectures: Iterable[str]) -> bool | None:
         if entry is not None:
             return _has_method(folder, entry[1], entry[2], _DEEPEST)
     return None
+
+
+def speculative_methods() -> frozenset[str] | None:
+    """The methods that the installed vLLM's ``speculative_config`` takes; None where that cannot be said."""
+    aliases = {
+        node.targets[0].id: node.value
+        for node in _speculative_source()
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    return frozenset(_literals(aliases.get("SpeculativeMethod"), aliases)) or None
+
+
+def speculative_keys() -> frozenset[str] | None:
+    """The keys that the installed vLLM's ``speculative_config`` takes; None where that cannot be said."""
+    classes = [node for node in _speculative_source() if isinstance(node, ast.ClassDef)]
+    fields = [
+        statement.target.id
+        for node in classes
+        if node.name == "SpeculativeConfig"
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    ]
+    return frozenset(fields) or None
+
+
+def _speculative_source() -> list[ast.stmt]:
+    """The top level of the module that defines vLLM's ``speculative_config``; nothing where it cannot be read."""
+    folder = _models_folder()
+    if folder is None:
+        return []
+    try:
+        return ast.parse((folder.parent.parent / "config" / "speculative.py").read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+
+
+def _literals(node: ast.AST | None, aliases: Mapping[str, ast.expr]) -> Iterator[str]:
+    """The strings of a ``Literal[…]`` that may name others."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.Name):
+        yield from _literals(aliases.get(node.id), aliases)
+    elif isinstance(node, ast.Subscript):
+        yield from _literals(node.slice, aliases)
+    elif isinstance(node, ast.Tuple):
+        for each in node.elts:
+            yield from _literals(each, aliases)
 
 
 def _models_folder() -> Path | None:

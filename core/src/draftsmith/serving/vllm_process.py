@@ -21,7 +21,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ __all__ = [
     "DraftCounters",
     "EngineRequest",
     "EngineResult",
+    "engine_arguments",
     "error_from_log",
+    "has_gpu",
     "missing_v2_runner",
     "required_environment",
     "run_engines",
@@ -94,6 +96,20 @@ class DraftCounters:
         """Nothing counted yet."""
         return DraftCounters(drafts=0, drafted=0, accepted=0, accepted_per_position=(0,) * num_speculative_tokens)
 
+    @staticmethod
+    def of_rounds(rounds: Iterable[tuple[int, int]], num_speculative_tokens: int) -> DraftCounters:
+        """Rounds, each (drafted, accepted), counted as vLLM counts them."""
+        per_position = [0] * num_speculative_tokens
+        drafts = drafted = 0
+        for proposed, accepted in rounds:
+            drafts += 1
+            drafted += proposed
+            for position in range(accepted):
+                per_position[position] += 1
+        return DraftCounters(
+            drafts=drafts, drafted=drafted, accepted=sum(per_position), accepted_per_position=tuple(per_position)
+        )
+
 
 @frozen(kw_only=True)
 class EngineRequest:
@@ -106,6 +122,8 @@ class EngineRequest:
         sampling: keyword arguments of ``vllm.SamplingParams``, for all prompts.
         groups: name of the group that each prompt belongs to; counters are then kept by group as well. For an engine
             that drafts.
+        rounds: keep each request's rounds as well. For an engine that drafts.
+        warm_up: prompts that are answered before, and neither counted nor timed.
     """
 
     name: str
@@ -113,6 +131,8 @@ class EngineRequest:
     prompts: Sequence[Sequence[int]]
     sampling: Mapping[str, Any]
     groups: Sequence[str] | None = None
+    rounds: bool = False
+    warm_up: Sequence[Sequence[int]] = ()
 
 
 @frozen(kw_only=True)
@@ -125,7 +145,11 @@ class EngineResult:
         counters: of the draft, over all prompts; None where nothing was drafted.
         counters_by_group: the same by group of prompts.
         eos_token_ids: the ids at which this engine ends an answer.
-        load_seconds, generate_seconds: wall clock.
+        rounds: (drafted, accepted) of each round of each request, where they were asked for.
+        times: of each request, seconds from when the engine began with it until its first and its last token; None
+            where the engine does not say.
+        load_seconds: wall clock until the engine was ready.
+        generate_seconds: wall clock from handing over the prompts to the last answer, warm-up left out.
     """
 
     name: str
@@ -134,6 +158,8 @@ class EngineResult:
     counters: DraftCounters | None
     counters_by_group: Mapping[str, DraftCounters] = field(factory=dict)
     eos_token_ids: tuple[int, ...] = ()
+    rounds: tuple[tuple[tuple[int, int], ...], ...] = ()
+    times: tuple[tuple[float, float] | None, ...] = ()
     load_seconds: float = 0.0
     generate_seconds: float = 0.0
 
@@ -154,7 +180,8 @@ def _openmp_library() -> Path | None:
     return path if path.is_file() else None
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether torch sees a GPU. Imports torch."""
     import torch
 
     return torch.cuda.is_available()
@@ -180,7 +207,7 @@ def vllm_environment(*, gpu: bool | None = None, required: Mapping[str, str] | N
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if not (_has_gpu() if gpu is None else gpu):
+    if not (has_gpu() if gpu is None else gpu):
         # Several engines are loaded one after another; without a worker process a load takes seconds, not a minute.
         defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         library = _openmp_library()
@@ -195,12 +222,35 @@ def vllm_environment(*, gpu: bool | None = None, required: Mapping[str, str] | N
     return {**environment, **(required or {})}
 
 
+def engine_arguments(
+    longest_prompt: int, max_tokens: int, num_speculative_tokens: int, *, batch_size: int, dtype: str, limit: int
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` with which answers are compared: all engines alike but for the draft.
+
+    Args:
+        limit: longest sequence that the verifier takes.
+    """
+    # Room for the answer, for what is drafted beyond it, and for one more round.
+    length = longest_prompt + max_tokens + 2 * num_speculative_tokens + 2
+    length = min(-(-length // 64) * 64, limit)
+    return {
+        "dtype": dtype,
+        "max_model_len": length,
+        "max_num_seqs": batch_size,
+        "max_num_batched_tokens": max(2048, length),
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+
+
 def missing_v2_runner(*, gpu: bool | None = None) -> str | None:
     """Why the installed vLLM cannot run its model runner V2 here, or None. Does not import vLLM.
 
     V2's kernels are Triton's. Without a GPU vLLM uses Triton only where it has a backend named ``cpu``.
     """
-    if _has_gpu() if gpu is None else gpu:
+    if has_gpu() if gpu is None else gpu:
         return None
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -354,6 +404,8 @@ def _read_result(name: str, path: Path) -> EngineResult:
             counters=_counters(value["counters"]),
             counters_by_group={group: counters for group, counters in by_group.items() if counters is not None},
             eos_token_ids=tuple(value["eos_token_ids"]),
+            rounds=tuple(tuple((drafted, accepted) for drafted, accepted in each) for each in value["rounds"]),
+            times=tuple(None if each is None else (each[0], each[1]) for each in value["times"]),
             load_seconds=value["load_seconds"],
             generate_seconds=value["generate_seconds"],
         )

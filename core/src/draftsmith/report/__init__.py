@@ -1,0 +1,1 @@
+"""One self-contained HTML file about runs and evaluations: no script, no font and no image from anywhere else."""

