@@ -6,11 +6,11 @@ BIN := .venv/bin
 RECIPE ?= examples/smollm2-eagle3.yaml
 ARGS ?=
 
-.PHONY: help setup model data demo test test-fast test-peer lint docs bench clean
+.PHONY: help setup model data demo test test-packages test-fast test-peer lint docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv with torch, vLLM, draftsmith and its tools (FORCE=1: go through every step again)
 	@$(PYTHON) tools/setup_environment.py $(if $(FORCE),--force)
@@ -27,7 +27,10 @@ data: setup ## make examples/data/smollm2, the demo's prompts and answers
 demo: model data ## conversations → trained EAGLE-3 draft → served by vLLM, at most 15 minutes on 2 cores
 	@$(BIN)/draftsmith run $(RECIPE) $(ARGS)
 
-test: model data ## all tests, the end-to-end ones with a real vLLM among them
+test-packages: setup ## what tests alone need of the system: iproute2, Chromium (Debian and Ubuntu, when root)
+	@$(PYTHON) tools/setup_environment.py --tests
+
+test: test-packages model data ## all tests, the end-to-end ones with a real vLLM among them
 	@$(BIN)/python tools/run_tests.py $(ARGS)
 
 test-fast: data ## the tests that need neither the model nor vLLM and take under ten seconds each

