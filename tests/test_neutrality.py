@@ -31,6 +31,8 @@ KNOWN_NAMES = (
 )
 #: vLLM's own configuration key, which names the layers to tap whatever the algorithm.
 ALLOWED = ("eagle_aux_hidden_state_layer_ids",)
+
+
 def entry_points(package: Path) -> dict[str, str]:
     project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return dict(project["entry-points"]["draftsmith.v1"])

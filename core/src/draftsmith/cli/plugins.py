@@ -1,12 +1,15 @@
-"""Show what is installed, and what each plugin offers."""
+"""Show what is installed and what each plugin offers; begin a plugin of your own."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.cli import common
+from draftsmith.plugins.manager import FACETS
+from draftsmith.plugins.scaffold import KINDS
 
 if TYPE_CHECKING:
     from draftsmith.plugins import PluginRegistry, Provider
@@ -16,19 +19,27 @@ __all__ = ["configure", "describe_options", "execute", "overview"]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     common.add_plugin_options(parser)
-    commands = parser.add_subparsers(dest="action", metavar="list | show", required=True)
+    commands = parser.add_subparsers(dest="action", metavar="list | show | new", required=True)
     listing = commands.add_parser("list", prog="draftsmith plugins list", help="every plugin, and why one is not used")
     listing.add_argument("--json", action="store_true", help="as JSON")
     showing = commands.add_parser("show", prog="draftsmith plugins show", help="one plugin or item, with its options")
     showing.add_argument("name", metavar="NAME", help="a plugin, or something that a plugin provides")
-    for each in (listing, showing):
+    beginning = commands.add_parser(
+        "new", prog="draftsmith plugins new", help="write the package of a plugin of your own"
+    )
+    beginning.add_argument("name", metavar="NAME", help="of the algorithm, loss, mask or transport, such as my_idea")
+    beginning.add_argument("--kind", choices=KINDS, required=True, help="what it is")
+    beginning.add_argument("--folder", type=Path, help="where to write it; by default ./draftsmith-NAME")
+    for each in (listing, showing, beginning):
         each.add_argument("--no-plugin", metavar="NAME", action="append", default=[], dest="also_off")
         each.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
 
 
 def execute(arguments: argparse.Namespace) -> None:
     registry = common.open_registry([*arguments.no_plugin, *arguments.also_off], raise_conflicts=False)
-    if arguments.action == "show":
+    if arguments.action == "new":
+        begin(registry, arguments.name, arguments.kind, arguments.folder)
+    elif arguments.action == "show":
         print_one(registry, arguments.name)
     elif arguments.json:
         import json
@@ -36,6 +47,28 @@ def execute(arguments: argparse.Namespace) -> None:
         print(json.dumps(overview(registry), indent=2, ensure_ascii=False))
     else:
         print_all(registry)
+
+
+def begin(registry: PluginRegistry, name: str, kind: str, folder: Path | None) -> None:
+    """Write the package of a new plugin, and say what to do with it.
+
+    Raises:
+        UserError: the name is taken, or cannot be one.
+        OutputError: the folder is there already, or cannot be written.
+    """
+    from draftsmith.errors import UserError
+    from draftsmith.plugins.scaffold import write_package
+
+    catalog = next(registry.catalog(each) for each in FACETS if each.kind == kind)
+    if name in catalog:
+        raise UserError(
+            f"the {kind} {name!r} is there already, of {catalog.provider(name)}", hint="choose another name"
+        )
+    written, *files = write_package(name, kind, folder)
+    for path in files:
+        print(written / path)
+    print(f"\nnow: pip install -e '{written.resolve()}[test]'")
+    print(f"then: draftsmith plugins show {name}, and pytest {written}")
 
 
 def print_all(registry: PluginRegistry) -> None:
@@ -63,8 +96,6 @@ def print_all(registry: PluginRegistry) -> None:
 
 def print_one(registry: PluginRegistry, name: str) -> None:
     """A plugin, or an algorithm, loss, transport … by name: what it is, and its options."""
-    from draftsmith.plugins.manager import FACETS
-
     shown: set[tuple[str, str]] = set()
     plugins = [each for each in registry.plugins if each.provider.answers_to(name)]
     for plugin in plugins:
@@ -140,7 +171,7 @@ def _yaml(value: Any) -> str:
 
 def _unknown(name: str, registry: PluginRegistry) -> Exception:
     from draftsmith.errors import DraftsmithError, UnknownNameError
-    from draftsmith.plugins.manager import FACETS, distribution_of
+    from draftsmith.plugins.manager import distribution_of
 
     try:
         registry.require(name)
