@@ -1,4 +1,4 @@
-"""Show what is installed and what each plugin offers; begin a plugin of your own."""
+"""Show what is installed and what each plugin offers; begin a plugin of your own, and check one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from draftsmith.plugins.scaffold import KINDS
 if TYPE_CHECKING:
     from draftsmith.plugins import PluginRegistry, Provider
 
-__all__ = ["configure", "describe_options", "execute", "overview"]
+__all__ = ["configure", "describe_options", "execute", "overview", "unknown"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     common.add_plugin_options(parser)
-    commands = parser.add_subparsers(dest="action", metavar="list | show | new", required=True)
+    commands = parser.add_subparsers(dest="action", metavar="list | show | new | check", required=True)
     listing = commands.add_parser("list", prog="draftsmith plugins list", help="every plugin, and why one is not used")
     listing.add_argument("--json", action="store_true", help="as JSON")
     showing = commands.add_parser("show", prog="draftsmith plugins show", help="one plugin or item, with its options")
@@ -30,15 +30,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     beginning.add_argument("name", metavar="NAME", help="of the algorithm, loss, mask or transport, such as my_idea")
     beginning.add_argument("--kind", choices=KINDS, required=True, help="what it is")
     beginning.add_argument("--folder", type=Path, help="where to write it; by default ./draftsmith-NAME")
-    for each in (listing, showing, beginning):
+    checking = commands.add_parser("check", prog="draftsmith plugins check", help="put one to the conformance kit")
+    checking.add_argument("name", metavar="NAME", help="a plugin, or an algorithm, loss, mask or transport")
+    checking.add_argument("--details", action="store_true", help="show the traceback of each check that fails")
+    for each in (listing, showing, beginning, checking):
         each.add_argument("--no-plugin", metavar="NAME", action="append", default=[], dest="also_off")
         each.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def execute(arguments: argparse.Namespace) -> int:
     registry = common.open_registry([*arguments.no_plugin, *arguments.also_off], raise_conflicts=False)
     if arguments.action == "new":
         begin(registry, arguments.name, arguments.kind, arguments.folder)
+    elif arguments.action == "check":
+        from draftsmith.cli.check import check
+
+        return check(registry, arguments.name, details=arguments.details)
     elif arguments.action == "show":
         print_one(registry, arguments.name)
     elif arguments.json:
@@ -47,6 +54,7 @@ def execute(arguments: argparse.Namespace) -> None:
         print(json.dumps(overview(registry), indent=2, ensure_ascii=False))
     else:
         print_all(registry)
+    return 0
 
 
 def begin(registry: PluginRegistry, name: str, kind: str, folder: Path | None) -> None:
@@ -110,7 +118,7 @@ def print_one(registry: PluginRegistry, name: str) -> None:
                 shown.add((facet.kind, item.name))
                 _show_item(facet.kind, item, catalog.provider(item.name))
     if not plugins and not shown:
-        raise _unknown(name, registry)
+        raise unknown(name, registry)
 
 
 def _show_item(kind: str, item: Any, provider: Provider) -> None:
@@ -169,7 +177,8 @@ def _yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else value
 
 
-def _unknown(name: str, registry: PluginRegistry) -> Exception:
+def unknown(name: str, registry: PluginRegistry) -> Exception:
+    """The error for a name that no plugin and no item has: what there is, or why the plugin is not in use."""
     from draftsmith.errors import DraftsmithError, UnknownNameError
     from draftsmith.plugins.manager import distribution_of
 

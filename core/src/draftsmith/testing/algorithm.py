@@ -759,6 +759,7 @@ class CheckpointTests(_CaseTests):
         config = json.loads(json.dumps(case.format.config(context)))
         setup = case.algorithm.setup
         options = case.registered.options(**case.format.options(config))
+        assert case.registered.max_speculative_tokens(options) == case.num_steps
         capture = case.format.capture(config, setup.verifier)
         assert capture == setup.capture
         rebuilt = type(case.algorithm)(attrs.evolve(setup, options=options, capture=capture))
