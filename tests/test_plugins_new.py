@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from chats import write_chats
 from outsider import Outsider
 from packaging.requirements import Requirement
 
@@ -145,13 +145,7 @@ def test_a_run_can_be_made_of_what_is_written(outsider: Outsider) -> None:
     """All four in one run, from conversations to an exported checkpoint that the linter takes for what it is."""
     folder = outsider.folder
     verifier = make_tiny_verifier(folder / "verifier")
-    draw = random.Random(0)
-    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
-    with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
-        for _ in range(30):
-            question, answer = (" ".join(draw.choices(words, k=count)) for count in (5, 20))
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": turns}) + "\n")
+    write_chats(folder / "chats.jsonl")
     recipe = {
         "verifier": str(verifier),
         "output": str(folder / "run"),
