@@ -151,6 +151,27 @@ def test_allow_list_keeps_all_others_from_being_imported_but_not_the_core(site, 
     assert [each.name for each in load_plugins().plugins] == ["builtin"]
 
 
+@pytest.mark.parametrize("pin", ["focal == 3.1", "draftsmith-focal==3.1", "focal"])
+def test_a_plugin_of_the_version_that_is_asked_for_is_taken(site, pin):
+    site.install_loss("draftsmith-focal", "focal", "focal_loss", version="3.1")
+    assert "focal_loss" in load_plugins(only=[pin]).losses
+
+
+def test_a_plugin_of_another_version_is_refused_and_says_what_to_install(site):
+    site.install_loss("draftsmith-focal", "focal", "focal_loss", version="3.1")
+    site.install_loss("draftsmith-other", "other", "other_loss", version="3.0")
+    with pytest.raises(PluginError) as caught:
+        load_plugins(only=["focal==3.0", "other==3.0"])
+    for text in ("draftsmith-focal 3.1", "version 3.0", "pip install 'draftsmith-focal==3.0'", "plugins: "):
+        assert text in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_version_of_what_is_not_installed_asks_for_the_plugin(site):
+    with pytest.raises(UnknownNameError, match="pip install draftsmith-focal"):
+        load_plugins(only=["focal==3.1"])
+
+
 def test_blocking_or_allowing_what_is_not_installed_is_an_error(site):
     site.install_loss("draftsmith-focal", "focal", "focal_loss")
     with pytest.raises(UnknownNameError, match="did you mean 'focal'"):
