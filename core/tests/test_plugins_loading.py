@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
 import sys
 
@@ -317,6 +318,19 @@ def test_a_plugin_that_imports_something_heavy_is_reported(site, monkeypatch):
     (slow,) = [each for each in load_plugins().plugins if each.name == "slow"]
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     assert "imports vllm" in slow.warnings[0]
+
+
+def test_a_plugin_that_takes_long_to_import_is_reported(site):
+    busy = "import time\nbegun = time.process_time()\nwhile time.process_time() < begun + 0.4:\n    pass\n"
+    loss = '@hookimpl\ndef draftsmith_losses():\n    return [api.Loss(name="l", summary="s", implementation="x:L")]\n'
+    site.install("draftsmith-slow", {"slow": "fake_slow"}, modules={"fake_slow": HEADER + busy + loss})
+    site.install(
+        "draftsmith-quick", {"quick": "fake_quick"}, modules={"fake_quick": HEADER + loss.replace('"l"', '"m"')}
+    )
+    warnings = {each.name: each.warnings for each in load_plugins().plugins}
+    (warning,) = warnings["slow"]
+    assert re.fullmatch(r"takes 0\.[4-9] s of processor time to import when it is loaded, and every .*", warning)
+    assert warnings["quick"] == ()
 
 
 def test_of_two_installations_of_one_distribution_the_first_on_the_path_counts(site, tmp_path, monkeypatch):

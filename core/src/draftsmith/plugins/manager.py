@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ ALLOW_VARIABLE = "DRAFTSMITH_PLUGINS"
 
 #: Importing one of these in a plugin's own module makes every command wait for it.
 _HEAVY = ("torch", "transformers", "datasets", "numpy", "vllm")
+#: Seconds of processor time from which an import is remarked on: the commands themselves answer in a tenth of one.
+_SLOW_IMPORT = 0.3
 
 
 @frozen
@@ -348,9 +351,12 @@ def _load(candidate: Candidate, manager: pluggy.PluginManager, registry: PluginR
     provider = candidate.provider
     offered: dict[str, list[str]] = {}
     try:
-        before = set(sys.modules)
+        before, begun = set(sys.modules), time.process_time()
         module = _import(candidate)
-        slow = [name for name in _HEAVY if name in sys.modules and name not in before]
+        seconds = time.process_time() - begun
+        slow = [f"imports {name}" for name in _HEAVY if name in sys.modules and name not in before]
+        if not slow and seconds > _SLOW_IMPORT:
+            slow = [f"takes {seconds:.1f} s of processor time to import"]
         _register(module, provider, manager)
         try:
             collected = _collect(module, provider, manager, offered)
@@ -370,7 +376,7 @@ def _load(candidate: Candidate, manager: pluggy.PluginManager, registry: PluginR
             module=module,
             items={facet.kind: [item.name for item in items] for facet, items in collected},
             events=events,
-            warnings=tuple(f"imports {name} when it is loaded, and every command waits for it" for name in slow),
+            warnings=tuple(f"{what} when it is loaded, and every command waits for it" for what in slow),
         )
     )
 
