@@ -67,12 +67,12 @@ def write_recipe(folder: Path, **changes: object) -> Path:
 def test_medusa_heads_are_trained_with_somebody_elses_loss_and_exported(outsider: Outsider, tmp_path: Path) -> None:
     """Two packages that know nothing of each other, in one run; the linter takes the checkpoint as it is."""
     loss = {"name": "focal", "options": {"gamma": 1.0}}
-    recipe = write_recipe(tmp_path, loss=loss, vocabulary={"draft_size": 128})
+    recipe = write_recipe(tmp_path, loss=loss)
     done = outsider.draftsmith("run", str(recipe), "--until", "export")
     assert done.returncode == 0, done.stdout + done.stderr
     checkpoint = tmp_path / "run" / "checkpoint"
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    assert (config["model_type"], config["truncated_vocab_size"], config["num_heads"]) == ("medusa", 128, 3)
+    assert (config["model_type"], config["num_heads"], config["original_lm_head"]) == ("medusa", 3, True)
     linted = outsider.draftsmith("lint", str(checkpoint))
     assert linted.returncode == 0, linted.stdout
     assert "0 errors, 0 warnings" in linted.stdout
@@ -82,17 +82,13 @@ def test_medusa_heads_are_trained_with_somebody_elses_loss_and_exported(outsider
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("draft_size", [None, 128])
-def test_vllm_serves_medusa_heads_as_the_simulator_says(
-    outsider: Outsider, tmp_path: Path, draft_size: int | None
-) -> None:
+def test_vllm_serves_medusa_heads_as_the_simulator_says(outsider: Outsider, tmp_path: Path) -> None:
     """Greedy output is the verifier's alone, and what is accepted is what the simulator counts."""
     verify = {"prompts": "chats.jsonl", "max_tokens": 16, "max_prompts": 4, "require_vllm": True}
     train = {"epochs": 40, "tokens_per_row": 512, "learning_rate": 0.003, "compute_dtype": "float32"}
     answers = {"keep_cut_answers": True, "responses": "regenerate", "generation": {"max_tokens": 24}}
     data = {"sources": ["chats.jsonl"], "max_length": 128, **answers}
-    vocabulary = {"vocabulary": {"draft_size": draft_size}} if draft_size else {}
-    recipe = write_recipe(tmp_path, verify=verify, train=train, data=data, **vocabulary)
+    recipe = write_recipe(tmp_path, verify=verify, train=train, data=data)
     done = outsider.draftsmith("run", str(recipe))
     assert done.returncode == 0, done.stdout + done.stderr
     found = verification(tmp_path / "run")

@@ -54,9 +54,14 @@ class AlgorithmCheck(AlgorithmTests):
     def finish(folder: Path) -> None:
         """What else the verifier's folder needs, such as tensors that only vLLM knows."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def material(self, tmp_path_factory: pytest.TempPathFactory) -> Material:
-        return make_material(tmp_path_factory.mktemp("verifier"), self.family, finish=self.finish)
+        """Made once for all tests of the class: pytest no longer wants methods as fixtures of that scope."""
+        made: dict[str, Material] = vars(type(self)).get("_made", {})
+        if not made:
+            made["material"] = make_material(tmp_path_factory.mktemp("verifier"), self.family, finish=self.finish)
+            type(self)._made = made  # type: ignore[attr-defined]
+        return made["material"]
 
     @pytest.fixture
     def case(self, material: Material) -> AlgorithmCase:

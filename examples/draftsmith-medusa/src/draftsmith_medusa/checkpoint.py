@@ -1,8 +1,8 @@
 """The exported files, as vLLM 0.32 reads them (``vllm/transformers_utils/configs/medusa.py`` and the model's loader).
 
 vLLM knows the heads by ``model_type``; what says who drafts for whom stands beside it. Its loader passes over names
-that it does not know, and does not miss a tensor. A reduced vocabulary is a ``token_map`` there; draftsmith reads
-``d2t``.
+that it does not know, and misses a tensor that it wants. A reduced vocabulary (``token_map``) it refuses: it takes the
+map for a weight that nobody loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _HEAD = "lm_head.weight"
-_MISSED = "vLLM does not miss it, and drafts nonsense"
 
 
 class MedusaCheckpoint(CheckpointFormat):
@@ -33,7 +32,7 @@ class MedusaCheckpoint(CheckpointFormat):
             "dtype": "bfloat16",
             "hidden_size": setup.verifier.hidden_size,
             "vocab_size": setup.verifier.vocab_size,
-            "truncated_vocab_size": setup.vocabulary.draft_size,
+            "truncated_vocab_size": setup.verifier.vocab_size,
             "num_heads": setup.options.num_heads,
             "num_hidden_layers": setup.options.num_layers,
             "original_lm_head": True,
@@ -45,25 +44,16 @@ class MedusaCheckpoint(CheckpointFormat):
         }
 
     def tensors(self, model: nn.Module, context: ExportContext) -> dict[str, Tensor]:
-        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        vocabulary = context.setup.vocabulary
-        if not vocabulary.is_identity:
-            tensors |= {"token_map": vocabulary.kept_ids(), "d2t": vocabulary.d2t}
-        return tensors
+        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
     def expected_tensors(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        width, size = int(config["hidden_size"]), _draft_size(config)
+        width = int(config["hidden_size"])
         specs = {
-            f"blocks.{head}.layers.{layer}.weight": TensorSpec(shape=(width, width), why=_MISSED)
+            f"blocks.{head}.layers.{layer}.weight": TensorSpec(shape=(width, width), refused=True)
             for head in range(int(config["num_heads"]))
             for layer in range(int(config["num_hidden_layers"]))
         }
-        specs[_HEAD] = TensorSpec(shape=(size, width), why=_MISSED)
-        if size < int(config["vocab_size"]):
-            why = "truncated_vocab_size asks for it"
-            specs["token_map"] = TensorSpec(shape=(size,), dtype="I64", why=why, refused=True)
-            specs["d2t"] = TensorSpec(shape=(size,), dtype="I64", why="the simulator and training read it")
-        return specs
+        return {**specs, _HEAD: TensorSpec(shape=(int(config["vocab_size"]), width), refused=True)}
 
     def load(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         import torch
@@ -117,6 +107,9 @@ class MedusaCheckpoint(CheckpointFormat):
             findings.append(error("vLLM knows the heads by model_type medusa", "config.json: model_type"))
         if not config.get("original_lm_head"):
             findings.append(error("the heads share one output layer", "config.json: original_lm_head", "write true"))
+        if config.get("truncated_vocab_size") not in (None, config["vocab_size"]):
+            there = "vLLM 0.32 refuses heads with a reduced vocabulary: their token_map counts as not loaded"
+            findings.append(error(there, "config.json: truncated_vocab_size", "train with every token"))
         if (tokens := speculative_tokens(config)) not in (None, config["num_heads"]):
             where = "config.json: speculators_config.proposal_methods[0].speculative_tokens"
             findings.append(error(f"{config['num_heads']} heads draft that many tokens, not {tokens}", where))
@@ -125,7 +118,3 @@ class MedusaCheckpoint(CheckpointFormat):
                 there = f"{key} is {config.get(key)}, the verifier's {getattr(verifier, key)}"
                 findings.append(error(there, f"config.json: {key}", "it belongs to another verifier"))
         return findings
-
-
-def _draft_size(config: Mapping[str, Any]) -> int:
-    return int(config.get("truncated_vocab_size") or config["vocab_size"])

@@ -39,5 +39,7 @@ class MedusaHeads(DraftArchitecture, nn.Module):
         return {"lm_head.weight": self.lm_head.weight}
 
     def replace_head(self, weight: Tensor) -> None:
-        """Take a checkpoint's output layer in place of the verifier's, as vLLM does."""
-        self.lm_head.weight = nn.Parameter(weight.to(self.lm_head.weight.device, torch.float32), requires_grad=False)
+        """Take a checkpoint's output layer in place of the verifier's, as vLLM does, unless the two are the same."""
+        own = weight.to(self.lm_head.weight)
+        if not torch.equal(own, self.lm_head.weight):
+            self.lm_head.weight = nn.Parameter(weight.float().clone(), requires_grad=False)

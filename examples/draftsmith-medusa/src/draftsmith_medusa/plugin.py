@@ -46,6 +46,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             mask="causal",  # without attention it plays no part
             schema="medusa",
             reduction="weighted_mean",
+            full_vocabulary=True,  # vLLM 0.32 does not load heads with a reduced one
             requirements=requirements,
             max_speculative_tokens=lambda options: options.num_heads,
         )
