@@ -22,7 +22,8 @@ COMMANDS = {
     "export": "write the checkpoint that vLLM serves",
     "verify": "serve the checkpoint in vLLM; compare with the verifier alone and the simulator",
     "lint": "check a checkpoint against vLLM's loader, without starting it",
-    "plugins": "show what is installed, and what each plugin offers",
+    "plugins": "show what is installed and what each plugin offers; begin one, and check one",
+    "doctor": "look at Python, torch, vLLM, devices and plugins, and say what to mend",
 }
 
 _DESCRIPTION = "Train draft models for speculative decoding; vLLM serves the result as it is."

@@ -76,7 +76,7 @@ def begin(registry: PluginRegistry, name: str, kind: str, folder: Path | None) -
     for path in files:
         print(written / path)
     print(f"\nnow: pip install -e '{written.resolve()}[test]'")
-    print(f"then: draftsmith plugins show {name}, and pytest {written}")
+    print(f"then: draftsmith plugins check {name}, or pytest {written}")
 
 
 def print_all(registry: PluginRegistry) -> None:

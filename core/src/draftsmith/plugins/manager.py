@@ -69,7 +69,7 @@ FACETS = (
 )
 
 #: Names of the core's own commands, which no plugin may take.
-RESERVED_COMMANDS = ("run", "prepare", "capture", "train", "export", "verify", "lint", "plugins")
+RESERVED_COMMANDS = ("run", "prepare", "capture", "train", "export", "verify", "lint", "plugins", "doctor")
 
 #: Observer hooks, in the order of a run.
 EVENTS = (
