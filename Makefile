@@ -6,7 +6,7 @@ BIN := .venv/bin
 RECIPE ?= examples/smollm2-eagle3.yaml
 ARGS ?=
 
-.PHONY: help setup model data demo test test-packages test-fast test-peer lint docs bench clean
+.PHONY: help setup model data demo test test-packages test-fast test-peer lint docs api bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -46,6 +46,9 @@ lint: setup ## ruff and mypy
 
 docs: setup ## write docs/reference/ anew from the source
 	@$(BIN)/python tools/write_reference.py
+
+api: setup ## write docs/plugins/public_api.txt anew: the list of what plugins may import, after a change that is meant
+	@$(BIN)/python tools/public_api.py --write
 
 bench: model ## measure a training step: one JSON line per case
 	@$(BIN)/python benchmarks/train_step.py $(ARGS)

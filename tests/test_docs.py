@@ -143,6 +143,17 @@ def test_every_hook_is_documented() -> None:
         assert reference.signature(hook) in page
 
 
+def test_every_interface_and_each_of_its_methods_is_documented() -> None:
+    page = (REFERENCE / "interfaces.md").read_text(encoding="utf-8")
+    assert [cls.__name__ for cls in reference.interface_classes()][:2] == ["VocabularyMap", "PackedRow"]
+    documented = set(re.findall(r"^### `(\w+\.\w+)`", page, re.MULTILINE))
+    known = {f"{cls.__name__}.{name}" for cls in reference.interface_classes() for name, _ in reference.members(cls)}
+    assert documented == known
+    assert {"DraftAlgorithm.forward", "Drafter.propose", "MaskRule.__call__", "VocabularyMap.draft_size"} <= known
+    assert "### `DraftAlgorithm.forward` (to be written)\n\n    forward(self, model: nn.Module, batch: Any)" in page
+    assert set(re.findall(r"^## `(\w+)`$", page, re.MULTILINE)) == set(reference.interfaces.__all__)
+
+
 def test_hook_docstrings_are_not_empty() -> None:
     for name, hook in reference.hooks().items():
         assert (hook.__doc__ or "").strip(), name

@@ -1,4 +1,4 @@
-"""The core knows no algorithm and no transport by name, and plugins have no private path into it."""
+"""The core knows no algorithm and no transport by name, and importing what is torch-free imports no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from draftsmith.testing.public import imported_modules
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "core" / "src" / "draftsmith"
@@ -29,32 +31,6 @@ KNOWN_NAMES = (
 )
 #: vLLM's own configuration key, which names the layers to tap whatever the algorithm.
 ALLOWED = ("eagle_aux_hidden_state_layer_ids",)
-#: What a plugin may import of the core: documented in docs/plugins.md, kept stable within an API major version.
-PUBLIC_MODULES = (
-    "draftsmith",
-    "draftsmith.api",
-    "draftsmith.attention",
-    "draftsmith.errors",
-    "draftsmith.fp8",
-    "draftsmith.hookspecs",
-    "draftsmith.interfaces",
-    "draftsmith.layer_config",
-    "draftsmith.layers",
-    "draftsmith.losses",
-    "draftsmith.mask_token",
-    "draftsmith.masks",
-    "draftsmith.progress",
-    "draftsmith.reference",
-    "draftsmith.rows",
-    "draftsmith.speculators",
-    "draftsmith.stages",
-    "draftsmith.stored_tensors",
-    "draftsmith.testing",
-    "draftsmith.verifier",
-    "draftsmith.verifier_weights",
-)
-#: Packages whose modules are public too.
-PUBLIC_PACKAGES = ("draftsmith.losses", "draftsmith.masks", "draftsmith.testing")
 
 
 def entry_points(package: Path) -> dict[str, str]:
@@ -99,15 +75,6 @@ def named_algorithms(source: str) -> list[tuple[int, str]]:
     return found
 
 
-def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str, tuple[str, ...]]]:
-    """(line, module, names imported from it) of each absolute import."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name, ()) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.lineno, node.module, tuple(alias.name for alias in node.names)
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -147,35 +114,6 @@ def test_core_imports_no_plugin(path: Path) -> None:
     assert not plugins, f"{path}: {plugins}"
 
 
-def is_public(module: str) -> bool:
-    return module in PUBLIC_MODULES or module.rpartition(".")[0] in PUBLIC_PACKAGES
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
-
-
-@pytest.mark.parametrize("package", PLUGINS, ids=lambda path: path.name)
-def test_plugins_import_public_modules_only(package: Path) -> None:
-    private = []
-    for path in python_files(package / "src"):
-        for line, module, names in imported_modules(ast.parse(path.read_text(encoding="utf-8"))):
-            if module.split(".")[0] != "draftsmith":
-                continue
-            # `from draftsmith import api` imports a module; `from draftsmith.api import Loss` a name
-            submodules = [f"{module}.{name}" for name in names if (CORE / f"{name}.py").exists()] or [module]
-            targets = submodules if module == "draftsmith" else [module]
-            private += [f"{path.name}:{line} {target}" for target in targets if not is_public(target)]
-            private += [f"{path.name}:{line} {module}.{name}" for name in names if is_private(name)]
-    assert not private, private
-
-
-@pytest.mark.parametrize("module", PUBLIC_MODULES)
-def test_public_modules_are_documented(module: str) -> None:
-    guide = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
-    assert f"`{module}`" in guide
-
-
 LIGHT_MODULES = (
     "draftsmith",
     "draftsmith.api",
@@ -191,6 +129,7 @@ LIGHT_MODULES = (
     "draftsmith.speculators",
     "draftsmith.stages",
     "draftsmith.stored_tensors",
+    "draftsmith.testing.public",
     "draftsmith.verifier",
     *(module for package in PLUGINS for module in entry_points(package).values()),
     *(

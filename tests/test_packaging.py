@@ -198,6 +198,15 @@ def test_wheels_hold_the_package_and_nothing_else(wheels: dict[str, Wheel]) -> N
 
 
 @pytest.mark.slow
+def test_the_cores_wheel_holds_the_templates(wheels: dict[str, Wheel]) -> None:
+    templates = [path for path in (ROOT / "core" / "src" / "draftsmith" / "templates").rglob("*") if path.is_file()]
+    with zipfile.ZipFile(wheels["draftsmith"].path) as archive:
+        held = {name for name in archive.namelist() if name.startswith("draftsmith/templates/")}
+    assert held == {path.relative_to(ROOT / "core" / "src").as_posix() for path in templates}
+    assert len(held) > 20
+
+
+@pytest.mark.slow
 def test_wheels_hold_every_module(wheels: dict[str, Wheel]) -> None:
     for wheel in wheels.values():
         with zipfile.ZipFile(wheel.path) as archive:

@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from draftsmith import api, hookspecs
+from draftsmith import api, hookspecs, interfaces
 from draftsmith.cli.plugins import describe_options
 from draftsmith.config.schema import NamedConfig, Recipe
 from draftsmith.config.structure import field_types
@@ -178,6 +178,67 @@ def hooks_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+# --- the interfaces ----------------------------------------------------------------------------------------------
+
+
+def interface_classes() -> list[type]:
+    """The classes of `draftsmith.interfaces`, in the order of the source."""
+    found = [getattr(interfaces, name) for name in interfaces.__all__]
+    return sorted(found, key=lambda cls: inspect.getsourcelines(cls)[1])
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """(name, function or property) of what a class defines itself and plugins may call or write."""
+    for name, value in vars(cls).items():
+        wrapped = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        if not isinstance(wrapped, property) and not inspect.isfunction(wrapped):
+            continue
+        generated = getattr(wrapped, "__module__", interfaces.__name__) != interfaces.__name__
+        if (not name.startswith("_") or (name in ("__init__", "__call__") and not attrs.has(cls))) and not generated:
+            yield name, wrapped
+
+
+def member_line(name: str, member: Any) -> str:
+    """As in the source: `name(arguments) -> type`, or `name: type` of a property."""
+    if isinstance(member, property):
+        return f"{name}: {inspect.signature(member.fget).return_annotation}"  # type: ignore[arg-type]
+    return f"{name}{inspect.signature(member)}".replace("'", "")
+
+
+def interface_section(cls: type) -> list[str]:
+    """Heading, docstring, fields and methods of one class."""
+    text, _, described = plain(inspect.getdoc(cls) or "").partition("\nAttributes:\n")
+    lines = [f"## `{cls.__name__}`", "", text.strip(), ""]
+    if described:
+        lines += [*attribute_list(described), ""]
+    for name, member in members(cls):
+        is_abstract = getattr(member, "__isabstractmethod__", False)
+        lines += [f"### `{cls.__name__}.{name}`" + (" (to be written)" if is_abstract else ""), ""]
+        lines += [f"    {member_line(name, member)}", ""]
+        documented = plain(inspect.cleandoc(member.__doc__ or ""))
+        for heading in ("Args", "Returns", "Raises"):
+            documented = documented.replace(f"{heading}:\n", f"\n{heading}:\n\n")
+        lines += [documented.replace("\n\n\n", "\n\n"), ""] if documented else []
+    return lines
+
+
+def interfaces_page() -> str:
+    """docs/reference/interfaces.md."""
+    lines = [
+        NOTICE,
+        "# Interfaces",
+        "",
+        "What an implementation must offer, class by class of `draftsmith.interfaces`. *To be written*: without it",
+        "the class cannot be made; everything else has a default. How they go together: [plugins.md](../plugins.md).",
+        "",
+        *("> " + line if line else ">" for line in plain(inspect.getdoc(interfaces) or "").splitlines()[2:4]),
+        "",
+    ]
+    for cls in interface_classes():
+        lines += interface_section(cls)
+    return "\n".join(lines).rstrip() + "\n"
+
+
 # --- what our own plugins register -------------------------------------------------------------------------------
 
 
@@ -228,7 +289,12 @@ def plugins_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"recipe.md": recipe_page, "hooks.md": hooks_page, "plugins.md": plugins_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "recipe.md": recipe_page,
+    "hooks.md": hooks_page,
+    "interfaces.md": interfaces_page,
+    "plugins.md": plugins_page,
+}
 
 
 def main() -> int:

@@ -120,6 +120,23 @@ def test_help_and_configuration_errors_answer_in_less_than_three_tenths_of_a_sec
     assert cpu_seconds(["-m", "draftsmith", *given], variables) < 0.3 * slowness
 
 
+def test_fifty_installed_plugins_do_not_slow_the_help_beyond_half_a_second(site, tmp_path):
+    for number in range(50):
+        site.install_loss(f"draftsmith-fake{number}", f"fake{number}", f"loss{number}")
+    variables = {**environment(site), "PYTHONPYCACHEPREFIX": str(tmp_path / "cache")}
+    variables.pop("DRAFTSMITH_PLUGINS", None)
+    listed = subprocess.run(
+        [sys.executable, "-m", "draftsmith", "plugins", "list"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert listed.stdout.count("(draftsmith-fake") == 50
+    slowness = max(1.0, cpu_seconds(["-c", "pass"], variables) / 0.015)
+    assert cpu_seconds(["-m", "draftsmith", "--help"], variables) < 0.5 * slowness
+
+
 # --- plugins ----------------------------------------------------------------------------------------------------
 
 

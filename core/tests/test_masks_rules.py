@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.interfaces import MaskRule, Slots
+from draftsmith.interfaces import MaskRule
 from draftsmith.masks import BUILTIN_MASKS
 from draftsmith.masks.forms import (
     additive_mask,
@@ -18,44 +18,24 @@ from draftsmith.masks.forms import (
     step_slots,
 )
 from draftsmith.masks.rules import Anchored, AnchoredCausal, Causal, Chained
-from draftsmith.testing.masks import MaskTests
+from draftsmith.testing.builtin import AnchoredCausalCheck, AnchoredCheck, CausalCheck
+from draftsmith.testing.check import MaskCheck
 
 
-class TestChained(MaskTests):
-    @pytest.fixture
-    def rule(self) -> type[MaskRule]:
-        return Chained
+class TestChained(MaskCheck):
+    item = "chained"
 
 
-class TestCausal(MaskTests):
-    @pytest.fixture
-    def rule(self) -> type[MaskRule]:
-        return Causal
-
-    def slots(self) -> tuple[Slots, Slots]:
-        rows = document_slots([5, 4], total=11)
-        return rows, rows
+class TestCausal(CausalCheck):
+    item = "causal"
 
 
-class AnchoredTests(MaskTests):
-    def slots(self) -> tuple[Slots, Slots]:
-        rows = document_slots([5, 4], total=11)
-        blocks = block_slots(rows, torch.tensor([0, 2, 3, 7]), 3)
-        return blocks, concatenate_slots([rows, blocks])
+class TestAnchored(AnchoredCheck):
+    item = "anchored"
 
 
-class TestAnchored(AnchoredTests):
-    symmetric_window = True
-
-    @pytest.fixture
-    def rule(self) -> type[MaskRule]:
-        return Anchored
-
-
-class TestAnchoredCausal(AnchoredTests):
-    @pytest.fixture
-    def rule(self) -> type[MaskRule]:
-        return AnchoredCausal
+class TestAnchoredCausal(AnchoredCausalCheck):
+    item = "anchored_causal"
 
 
 def _table(mask: torch.Tensor) -> list[str]:

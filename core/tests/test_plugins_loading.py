@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
 import sys
 
@@ -151,6 +152,27 @@ def test_allow_list_keeps_all_others_from_being_imported_but_not_the_core(site, 
     assert [each.name for each in load_plugins().plugins] == ["builtin"]
 
 
+@pytest.mark.parametrize("pin", ["focal == 3.1", "draftsmith-focal==3.1", "focal"])
+def test_a_plugin_of_the_version_that_is_asked_for_is_taken(site, pin):
+    site.install_loss("draftsmith-focal", "focal", "focal_loss", version="3.1")
+    assert "focal_loss" in load_plugins(only=[pin]).losses
+
+
+def test_a_plugin_of_another_version_is_refused_and_says_what_to_install(site):
+    site.install_loss("draftsmith-focal", "focal", "focal_loss", version="3.1")
+    site.install_loss("draftsmith-other", "other", "other_loss", version="3.0")
+    with pytest.raises(PluginError) as caught:
+        load_plugins(only=["focal==3.0", "other==3.0"])
+    for text in ("draftsmith-focal 3.1", "version 3.0", "pip install 'draftsmith-focal==3.0'", "plugins: "):
+        assert text in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_version_of_what_is_not_installed_asks_for_the_plugin(site):
+    with pytest.raises(UnknownNameError, match="pip install draftsmith-focal"):
+        load_plugins(only=["focal==3.1"])
+
+
 def test_blocking_or_allowing_what_is_not_installed_is_an_error(site):
     site.install_loss("draftsmith-focal", "focal", "focal_loss")
     with pytest.raises(UnknownNameError, match="did you mean 'focal'"):
@@ -296,6 +318,19 @@ def test_a_plugin_that_imports_something_heavy_is_reported(site, monkeypatch):
     (slow,) = [each for each in load_plugins().plugins if each.name == "slow"]
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     assert "imports vllm" in slow.warnings[0]
+
+
+def test_a_plugin_that_takes_long_to_import_is_reported(site):
+    busy = "import time\nbegun = time.process_time()\nwhile time.process_time() < begun + 0.4:\n    pass\n"
+    loss = '@hookimpl\ndef draftsmith_losses():\n    return [api.Loss(name="l", summary="s", implementation="x:L")]\n'
+    site.install("draftsmith-slow", {"slow": "fake_slow"}, modules={"fake_slow": HEADER + busy + loss})
+    site.install(
+        "draftsmith-quick", {"quick": "fake_quick"}, modules={"fake_quick": HEADER + loss.replace('"l"', '"m"')}
+    )
+    warnings = {each.name: each.warnings for each in load_plugins().plugins}
+    (warning,) = warnings["slow"]
+    assert re.fullmatch(r"takes 0\.[4-9] s of processor time to import when it is loaded, and every .*", warning)
+    assert warnings["quick"] == ()
 
 
 def test_of_two_installations_of_one_distribution_the_first_on_the_path_counts(site, tmp_path, monkeypatch):

@@ -31,6 +31,15 @@ def draftsmith(*arguments: object, without_vllm: bool = False, environment: Mapp
     return done.stdout
 
 
+def assert_served_as_simulated(found: dict[str, Any]) -> None:
+    """vLLM's answers are the verifier's alone, and it accepted what the simulator did, but for a round cut short."""
+    assert found["ways"]["with_draft"]["identical"] == found["ways"]["with_draft"]["prompts"] > 0
+    served, simulated = found["served"]["all"], found["simulated"]["all"]
+    assert abs(served["drafts"] - simulated["drafts"]) <= 1
+    pairs = zip(served["accepted_per_position"], simulated["accepted_per_position"], strict=True)
+    assert all(abs(vllms - ours) <= 1 for vllms, ours in pairs)
+
+
 def verification(output: Path) -> dict[str, Any]:
     """The figures of a run's last stage."""
     found: dict[str, Any] = json.loads((output / "verification" / "verification.json").read_text())

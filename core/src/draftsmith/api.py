@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attrs import Attribute, field, fields, frozen
+from attrs.validators import optional
 
 from draftsmith.errors import Problem
 
@@ -65,10 +66,19 @@ def _is_reference(_: Any, attribute: Attribute[str], value: str) -> None:
 
 @frozen(kw_only=True)
 class Item:
-    """What every registered value has: a *name* to ask for it by, and a *summary* of one line."""
+    """What every registered value has.
+
+    Attributes:
+        name: to ask for it by.
+        summary: one line, without a full stop.
+        conformance: ``"module:Class"``, the tests that ``draftsmith plugins check`` puts it to, where those for its
+            kind need to be told more than a name: a class derived from one of ``draftsmith.testing``. Nothing else
+            imports it.
+    """
 
     name: str = field(validator=_is_name)
     summary: str
+    conformance: str | None = field(default=None, validator=optional(_is_reference))
 
 
 @frozen(kw_only=True)

@@ -29,6 +29,7 @@ __all__ = [
     "biases",
     "decoder_tensors",
     "draft_size",
+    "drafts_for",
     "error",
     "layers_of",
     "lint_against_verifier",
@@ -206,13 +207,6 @@ def written_config(
         own: the type's own keys.
     """
     setup = context.setup
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": context.speculative_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    verifier = {"name_or_path": context.verifier_name, "architectures": list(setup.verifier.architectures)}
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
@@ -222,13 +216,32 @@ def written_config(
         "target_hidden_size": setup.verifier.hidden_size,
         "tie_word_embeddings": False,
         **own,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": verifier,
-        },
+        "speculators_config": drafts_for(
+            kind, context.verifier_name, setup.verifier.architectures, context.speculative_tokens
+        ),
         "transformer_layer_config": dict(layers),
+    }
+
+
+def drafts_for(kind: str, verifier: str, architectures: Sequence[str], speculative_tokens: int) -> dict[str, Any]:
+    """``speculators_config``: which kind of draft drafts for whom, and how many tokens a round. Native formats too.
+
+    Args:
+        kind: ``speculators_model_type``.
+        verifier: name or path.
+        architectures: as published in the verifier's config.json.
+    """
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": speculative_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+        "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
     }
 
 

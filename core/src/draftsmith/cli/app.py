@@ -28,7 +28,8 @@ COMMANDS = {
     "serve": "serve a checkpoint with vLLM, after checking it",
     "watch": "watch running vLLM servers: is the draft still worth it?",
     "lint": "check a checkpoint against vLLM's loader, without starting it",
-    "plugins": "show what is installed, and what each plugin offers",
+    "plugins": "show what is installed and what each plugin offers; begin one, and check one",
+    "doctor": "look at Python, torch, vLLM, devices and plugins, and say what to mend",
 }
 
 _DESCRIPTION = "Train draft models for speculative decoding; vLLM serves the result as it is."

@@ -1,34 +1,52 @@
-"""Show what is installed, and what each plugin offers."""
+"""Show what is installed and what each plugin offers; begin a plugin of your own, and check one."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.cli import common
+from draftsmith.plugins.manager import FACETS
+from draftsmith.plugins.scaffold import KINDS
 
 if TYPE_CHECKING:
     from draftsmith.plugins import PluginRegistry, Provider
 
-__all__ = ["configure", "describe_options", "execute", "overview"]
+__all__ = ["configure", "describe_options", "execute", "overview", "unknown"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     common.add_plugin_options(parser)
-    commands = parser.add_subparsers(dest="action", metavar="list | show", required=True)
+    commands = parser.add_subparsers(dest="action", metavar="list | show | new | check", required=True)
     listing = commands.add_parser("list", prog="draftsmith plugins list", help="every plugin, and why one is not used")
     listing.add_argument("--json", action="store_true", help="as JSON")
     showing = commands.add_parser("show", prog="draftsmith plugins show", help="one plugin or item, with its options")
     showing.add_argument("name", metavar="NAME", help="a plugin, or something that a plugin provides")
-    for each in (listing, showing):
+    beginning = commands.add_parser(
+        "new", prog="draftsmith plugins new", help="write the package of a plugin of your own"
+    )
+    beginning.add_argument("name", metavar="NAME", help="of the algorithm, loss, mask or transport, such as my_idea")
+    beginning.add_argument("--kind", choices=KINDS, required=True, help="what it is")
+    beginning.add_argument("--folder", type=Path, help="where to write it; by default ./draftsmith-NAME")
+    checking = commands.add_parser("check", prog="draftsmith plugins check", help="put one to the conformance kit")
+    checking.add_argument("name", metavar="NAME", help="a plugin, or an algorithm, loss, mask or transport")
+    checking.add_argument("--details", action="store_true", help="show the traceback of each check that fails")
+    for each in (listing, showing, beginning, checking):
         each.add_argument("--no-plugin", metavar="NAME", action="append", default=[], dest="also_off")
         each.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def execute(arguments: argparse.Namespace) -> int:
     registry = common.open_registry([*arguments.no_plugin, *arguments.also_off], raise_conflicts=False)
-    if arguments.action == "show":
+    if arguments.action == "new":
+        begin(registry, arguments.name, arguments.kind, arguments.folder)
+    elif arguments.action == "check":
+        from draftsmith.cli.check import check
+
+        return check(registry, arguments.name, details=arguments.details)
+    elif arguments.action == "show":
         print_one(registry, arguments.name)
     elif arguments.json:
         import json
@@ -36,6 +54,29 @@ def execute(arguments: argparse.Namespace) -> None:
         print(json.dumps(overview(registry), indent=2, ensure_ascii=False))
     else:
         print_all(registry)
+    return 0
+
+
+def begin(registry: PluginRegistry, name: str, kind: str, folder: Path | None) -> None:
+    """Write the package of a new plugin, and say what to do with it.
+
+    Raises:
+        UserError: the name is taken, or cannot be one.
+        OutputError: the folder is there already, or cannot be written.
+    """
+    from draftsmith.errors import UserError
+    from draftsmith.plugins.scaffold import write_package
+
+    catalog = next(registry.catalog(each) for each in FACETS if each.kind == kind)
+    if name in catalog:
+        raise UserError(
+            f"the {kind} {name!r} is there already, of {catalog.provider(name)}", hint="choose another name"
+        )
+    written, *files = write_package(name, kind, folder)
+    for path in files:
+        print(written / path)
+    print(f"\nnow: pip install -e '{written.resolve()}[test]'")
+    print(f"then: draftsmith plugins check {name}, or pytest {written}")
 
 
 def print_all(registry: PluginRegistry) -> None:
@@ -63,8 +104,6 @@ def print_all(registry: PluginRegistry) -> None:
 
 def print_one(registry: PluginRegistry, name: str) -> None:
     """A plugin, or an algorithm, loss, transport … by name: what it is, and its options."""
-    from draftsmith.plugins.manager import FACETS
-
     shown: set[tuple[str, str]] = set()
     plugins = [each for each in registry.plugins if each.provider.answers_to(name)]
     for plugin in plugins:
@@ -79,7 +118,7 @@ def print_one(registry: PluginRegistry, name: str) -> None:
                 shown.add((facet.kind, item.name))
                 _show_item(facet.kind, item, catalog.provider(item.name))
     if not plugins and not shown:
-        raise _unknown(name, registry)
+        raise unknown(name, registry)
 
 
 def _show_item(kind: str, item: Any, provider: Provider) -> None:
@@ -138,9 +177,10 @@ def _yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else value
 
 
-def _unknown(name: str, registry: PluginRegistry) -> Exception:
+def unknown(name: str, registry: PluginRegistry) -> Exception:
+    """The error for a name that no plugin and no item has: what there is, or why the plugin is not in use."""
     from draftsmith.errors import DraftsmithError, UnknownNameError
-    from draftsmith.plugins.manager import FACETS, distribution_of
+    from draftsmith.plugins.manager import distribution_of
 
     try:
         registry.require(name)

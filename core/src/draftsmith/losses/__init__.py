@@ -21,6 +21,7 @@ BUILTIN_LOSSES: tuple[Loss, ...] = (
         name="ce",
         summary="cross-entropy against the teacher's argmax, -log q[argmax p]",
         implementation="draftsmith.losses.divergence:CrossEntropy",
+        conformance="draftsmith.testing.builtin:CrossEntropyCheck",
     ),
     Loss(
         name="rkl",
@@ -36,17 +37,20 @@ BUILTIN_LOSSES: tuple[Loss, ...] = (
         name="tv",
         summary="total variation, 1 - sum min(p, q): the rejection probability of sampled drafts",
         implementation="draftsmith.losses.overlap:TotalVariation",
+        conformance="draftsmith.testing.builtin:OverlapCheck",
     ),
     Loss(
         name="nla",
         summary="negative log acceptance, -log sum min(p, q)",
         implementation="draftsmith.losses.overlap:NegativeLogAcceptance",
+        conformance="draftsmith.testing.builtin:OverlapCheck",
         options=LogAcceptanceOptions,
     ),
     Loss(
         name="lk_hybrid",
         summary="lam KL + (1 - lam) TV with lam = exp(-eta alpha): KL far from the teacher, TV near it",
         implementation="draftsmith.losses.overlap:Hybrid",
+        conformance="draftsmith.testing.builtin:OverlapCheck",
         options=HybridOptions,
     ),
     Loss(

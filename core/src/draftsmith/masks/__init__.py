@@ -15,6 +15,7 @@ BUILTIN_MASKS: tuple[Mask, ...] = (
         name="causal",
         summary="earlier rows of the same document, within the window",
         implementation="draftsmith.masks.rules:Causal",
+        conformance="draftsmith.testing.builtin:CausalCheck",
     ),
     Mask(
         name="chained",
@@ -25,10 +26,12 @@ BUILTIN_MASKS: tuple[Mask, ...] = (
         name="anchored",
         summary="the rows before the anchor and all slots of the anchor's block, within the window",
         implementation="draftsmith.masks.rules:Anchored",
+        conformance="draftsmith.testing.builtin:AnchoredCheck",
     ),
     Mask(
         name="anchored_causal",
         summary="the rows before the anchor and the slots of its block up to the query's own, within the window",
         implementation="draftsmith.masks.rules:AnchoredCausal",
+        conformance="draftsmith.testing.builtin:AnchoredCausalCheck",
     ),
 )

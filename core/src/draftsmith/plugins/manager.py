@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ ALLOW_VARIABLE = "DRAFTSMITH_PLUGINS"
 
 #: Importing one of these in a plugin's own module makes every command wait for it.
 _HEAVY = ("torch", "transformers", "datasets", "numpy", "vllm")
+#: Seconds of processor time from which an import is remarked on: the commands themselves answer in a tenth of one.
+_SLOW_IMPORT = 0.3
 
 
 @frozen
@@ -80,6 +83,7 @@ RESERVED_COMMANDS = (
     "watch",
     "lint",
     "plugins",
+    "doctor",
 )
 
 #: Observer hooks, in the order of a run.
@@ -256,15 +260,18 @@ def load_plugins(
     Args:
         disabled: names of plugins or distributions not to import, beside those of ``DRAFTSMITH_DISABLE_PLUGINS``.
         only: import no others than these (the core's own excepted); None: all, or those of ``DRAFTSMITH_PLUGINS``.
+            ``name==version`` takes that version of the distribution and no other.
         raise_conflicts: False collects them in ``registry.conflicts`` instead (for listing).
 
     Raises:
         PluginConflictError: two distributions claim one name.
-        PluginError: a plugin named in *only* is broken or made for another API version.
+        PluginError: a plugin named in *only* is broken, made for another API version, or not of the version asked for.
         UnknownNameError: a plugin named in *disabled* or *only* is not installed.
     """
-    blocked, allowed = list(disabled), None if only is None else list(only)
-    registry = PluginRegistry(disabled=blocked, only=allowed)
+    blocked, asked = list(disabled), None if only is None else list(only)
+    registry = PluginRegistry(disabled=blocked, only=asked)
+    pins = [_pin(name) for name in asked or ()]
+    allowed = None if asked is None else [name for name, _ in pins]
     found = discover()
     registry.foreign.extend(found.foreign)
     everyone = [each.provider for each in found.candidates] + [each.provider for each in found.foreign]
@@ -299,9 +306,29 @@ def load_plugins(
         registry.conflicts.extend(registry.catalog(facet).conflicts())
     if raise_conflicts and registry.conflicts:
         raise registry.conflicts[0]
-    for name in allowed or ():
+    for name, version in pins:
         registry.require(name, where="plugins")
+        _check_pin(name, version, [each.provider for each in registry.plugins])
     return registry
+
+
+def _pin(name: str) -> tuple[str, str | None]:
+    """``name==version`` or ``name`` → (name, version or None)."""
+    bare, pinned, version = name.partition("==")
+    return bare.strip(), version.strip() if pinned else None
+
+
+def _check_pin(name: str, version: str | None, providers: Sequence[Provider]) -> None:
+    """Refuse a plugin of another version than the recipe asks for."""
+    for provider in providers:
+        if version is not None and provider.answers_to(name) and provider.version != version:
+            error = PluginError(
+                f"plugin {provider.plugin!r} of {provider} is installed, and the recipe asks for version {version}",
+                where="plugins",
+                hint=f"pip install '{provider.distribution}=={version}', or change the recipe",
+            )
+            error.exit_code = 2
+            raise error
 
 
 def _names_in(variable: str) -> list[str] | None:
@@ -340,9 +367,12 @@ def _load(candidate: Candidate, manager: pluggy.PluginManager, registry: PluginR
     provider = candidate.provider
     offered: dict[str, list[str]] = {}
     try:
-        before = set(sys.modules)
+        before, begun = set(sys.modules), time.process_time()
         module = _import(candidate)
-        slow = [name for name in _HEAVY if name in sys.modules and name not in before]
+        seconds = time.process_time() - begun
+        slow = [f"imports {name}" for name in _HEAVY if name in sys.modules and name not in before]
+        if not slow and seconds > _SLOW_IMPORT:
+            slow = [f"takes {seconds:.1f} s of processor time to import"]
         _register(module, provider, manager)
         try:
             collected = _collect(module, provider, manager, offered)
@@ -362,7 +392,7 @@ def _load(candidate: Candidate, manager: pluggy.PluginManager, registry: PluginR
             module=module,
             items={facet.kind: [item.name for item in items] for facet, items in collected},
             events=events,
-            warnings=tuple(f"imports {name} when it is loaded, and every command waits for it" for name in slow),
+            warnings=tuple(f"{what} when it is loaded, and every command waits for it" for what in slow),
         )
     )
 

@@ -462,9 +462,11 @@ class LeakTests(_CaseTests):
     Attributes:
         later_slots_see_the_start: False for a draft of which a window may hide the beginning of a chain, the newest
             verified token and the bonus token, from the chain's later slots.
+        reads_the_bonus_token: False for a draft that proposes from the verified tokens' features alone.
     """
 
     later_slots_see_the_start: bool = True
+    reads_the_bonus_token: bool = True
 
     def test_no_slot_sees_features_that_serving_does_not_have(self, case: AlgorithmCase) -> None:
         """The gradient of a slot's logits in the features is exactly zero from its bonus row on, and beyond its
@@ -497,7 +499,10 @@ class LeakTests(_CaseTests):
                 torch.testing.assert_close(changed[slot], logits[slot], rtol=0, atol=tolerance, msg=f"{chain} {step}")
 
     def test_slots_depend_on_the_bonus_token(self, case: AlgorithmCase) -> None:
-        """The counterpart of the leak tests: a mask that hides everything would pass those."""
+        """The counterpart of the leak tests: a mask that hides everything would pass those.
+
+        Of a draft that says it does not read the bonus token, the opposite.
+        """
         model = self.draft(case)
         slots = _forward(case, model, case.row)
         logits = slot_logits(slots).detach()
@@ -506,6 +511,9 @@ class LeakTests(_CaseTests):
             tokens[chain.bonus] = (tokens[chain.bonus] + 1) % 300
             changed = slot_logits(_forward(case, model, attrs.evolve(case.row, input_ids=tokens))).detach()
             wanted = chain.slots.values() if self.later_slots_see_the_start else [chain.slots[0]]
+            if not self.reads_the_bonus_token:
+                assert torch.equal(changed[list(wanted)], logits[list(wanted)])
+                continue
             assert all((changed[slot] - logits[slot]).abs().max() > 1e-5 for slot in wanted)
 
 
@@ -551,7 +559,13 @@ class PackingTests(_CaseTests):
 
 
 class ValueTests(_CaseTests):
-    """Numbers: forms of attention, dtypes, what a fresh and a perfect draft score."""
+    """Numbers: forms of attention, dtypes, what a fresh and a perfect draft score.
+
+    Attributes:
+        begins_as_a_guess: False for a draft that begins with what the verifier knows, such as layers copied from it.
+    """
+
+    begins_as_a_guess: bool = True
 
     def test_all_attention_forms_agree(self, case: AlgorithmCase) -> None:
         """Logits and gradients of the dense form are those of the form that is trained with."""
@@ -602,6 +616,9 @@ class ValueTests(_CaseTests):
             logits = slot_logits(slots)
             guess = (logits.logsumexp(-1) - logits.mean(-1)).mean()
         spread = logits.std(-1).mean()
+        if not self.begins_as_a_guess:
+            assert float(scored.loss.mean()) < guess + 0.5, "it begins with less than a guess"
+            return
         assert abs(float(scored.loss.mean() - guess)) < 3 * float(spread) / slots.teacher_row.shape[0] ** 0.5 + 0.5
         assert float(scored.correct.float().mean()) < 0.2
 
@@ -616,6 +633,7 @@ class ValueTests(_CaseTests):
         logits = teacher.kept_logits(teacher.hidden(case.row.last_hidden[slots.teacher_row]))
         perfect = attrs.evolve(slots, terms=((logits, torch.eye(logits.shape[1])),))
         scored = score_slots(perfect, teacher, case.row.last_hidden, _loss("kl_div"))
+        assert slots.num_steps == case.num_steps  # the metrics of every step are counted
         assert float(scored.loss.abs().max()) < 1e-4
         torch.testing.assert_close(scored.acceptance, scored.kept_mass, rtol=1e-4, atol=1e-4)
         assert torch.equal(scored.correct, scored.kept)
@@ -759,6 +777,7 @@ class CheckpointTests(_CaseTests):
         config = json.loads(json.dumps(case.format.config(context)))
         setup = case.algorithm.setup
         options = case.registered.options(**case.format.options(config))
+        assert case.registered.max_speculative_tokens(options) == case.num_steps
         capture = case.format.capture(config, setup.verifier)
         assert capture == setup.capture
         rebuilt = type(case.algorithm)(attrs.evolve(setup, options=options, capture=capture))

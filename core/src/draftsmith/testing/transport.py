@@ -92,7 +92,7 @@ with transport.writer(layout) as writer:
 
 
 class TransportTests:
-    """The suite. Override :meth:`transport`."""
+    """What every transport must promise. Override the fixture ``transport``."""
 
     @pytest.fixture
     def transport(self, tmp_path: Path) -> HiddenStateTransport:

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith.errors import VerifierError
 from draftsmith.interfaces import TensorSpec
+from draftsmith.speculators import drafts_for
 from draftsmith_mtp.families import MtpFamily
 
 __all__ = ["ADDED_KEYS", "HEAD_KEY", "KIND", "head_config", "head_tensors", "model_config", "recorded_tensors"]
@@ -69,21 +70,10 @@ def head_config(
         tensors: the model's name of every tensor of the head → its shape.
         dtypes: the model's name → safetensors' name of the dtype, for those that must have a certain one.
     """
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": speculative_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return {
         **_unquantised(config),
         "speculators_model_type": KIND,
-        "speculators_config": {
-            "algorithm": KIND,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"name_or_path": verifier_name, "architectures": list(config.get("architectures") or ())},
-        },
+        "speculators_config": drafts_for(KIND, verifier_name, config.get("architectures") or (), speculative_tokens),
         HEAD_KEY: {
             "family": family.name,
             "tensors": {name: list(shape) for name, shape in sorted(tensors.items())},

@@ -50,6 +50,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             name="mtp",
             summary="the verifier's own multi-token-prediction head, finetuned for several tokens (arXiv 2509.18362)",
             implementation="draftsmith_mtp.step:Mtp",
+            conformance="draftsmith_mtp.conformance:MtpCheck",
             options=MtpOptions,
             architecture="mtp",
             loss="ce",

@@ -41,6 +41,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             name="peagle",
             summary="all tokens of a round in one pass over the verifier's features (parallel drafting)",
             implementation="draftsmith_peagle.step:PEagle",
+            conformance="draftsmith_peagle.conformance:PeagleCheck",
             options=PEagleOptions,
             architecture="peagle",
             loss="kl_div",

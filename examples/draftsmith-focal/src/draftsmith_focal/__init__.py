@@ -1,0 +1,1 @@
+"""The focal loss for draftsmith; plugin.py says what is registered."""

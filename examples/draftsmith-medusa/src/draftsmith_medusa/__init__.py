@@ -1,0 +1,1 @@
+"""Medusa heads for draftsmith; plugin.py says what is registered."""

@@ -1,0 +1,97 @@
+"""The example plugins, installed and tested as an outsider's would be: in an environment of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from chats import write_chats
+from command_line import assert_served_as_simulated, verification
+from outsider import Outsider
+
+from draftsmith.testing.verifiers import make_tiny_verifier
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = sorted(path.parent for path in (Path(__file__).parent.parent / "examples").glob("*/pyproject.toml"))
+
+
+@pytest.fixture(scope="module")
+def outsider(tmp_path_factory: pytest.TempPathFactory) -> Outsider:
+    environment = Outsider(tmp_path_factory.mktemp("outsider"))
+    environment.install(*EXAMPLES)
+    return environment
+
+
+def test_there_are_examples() -> None:
+    assert {"draftsmith-focal", "draftsmith-medusa"} <= {path.name for path in EXAMPLES}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_its_own_tests_pass(outsider: Outsider, example: Path) -> None:
+    done = outsider.pytest(example / "tests")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_the_kit_passes_without_a_test(outsider: Outsider, example: Path) -> None:
+    done = outsider.draftsmith("plugins", "check", example.name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 0 failed, in " in done.stdout
+
+
+def write_recipe(folder: Path, **changes: object) -> Path:
+    """A run of Medusa heads on a tiny verifier and its own answers."""
+    verifier = folder / "verifier"
+    if not verifier.exists():
+        make_tiny_verifier(verifier)
+        write_chats(folder / "chats.jsonl")
+    recipe = {
+        "verifier": str(verifier),
+        "output": str(folder / "run"),
+        "algorithm": "medusa",
+        "data": {"sources": ["chats.jsonl"], "max_length": 128},
+        "capture": {"engine": "transformers", "store_dtype": "float32"},
+        "train": {"epochs": 2, "tokens_per_row": 256},
+        **changes,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def test_medusa_heads_are_trained_with_somebody_elses_loss_and_exported(outsider: Outsider, tmp_path: Path) -> None:
+    """Two packages that know nothing of each other, in one run; the linter takes the checkpoint as it is."""
+    loss = {"name": "focal", "options": {"gamma": 1.0}}
+    recipe = write_recipe(tmp_path, loss=loss)
+    done = outsider.draftsmith("run", str(recipe), "--until", "export")
+    assert done.returncode == 0, done.stdout + done.stderr
+    checkpoint = tmp_path / "run" / "checkpoint"
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    assert (config["model_type"], config["num_heads"], config["original_lm_head"]) == ("medusa", 3, True)
+    linted = outsider.draftsmith("lint", str(checkpoint))
+    assert linted.returncode == 0, linted.stdout
+    assert "0 errors, 0 warnings" in linted.stdout
+    # Somebody who has neither package is told what to install.
+    alone = outsider.run("-m", "draftsmith", "--no-plugin", "medusa", "lint", str(checkpoint))
+    assert "pip install draftsmith-medusa" in alone.stdout + alone.stderr
+
+
+@pytest.mark.vllm
+def test_vllm_serves_medusa_heads_as_the_simulator_says(outsider: Outsider, tmp_path: Path) -> None:
+    """Greedy output is the verifier's alone, and what is accepted is what the simulator counts."""
+    verify = {"prompts": "chats.jsonl", "max_tokens": 16, "max_prompts": 4, "require_vllm": True}
+    train = {"epochs": 40, "tokens_per_row": 512, "learning_rate": 0.003, "compute_dtype": "float32"}
+    answers = {"keep_cut_answers": True, "responses": "regenerate", "generation": {"max_tokens": 24}}
+    data = {"sources": ["chats.jsonl"], "max_length": 128, **answers}
+    recipe = write_recipe(tmp_path, verify=verify, train=train, data=data)
+    done = outsider.draftsmith("run", str(recipe))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = verification(tmp_path / "run")
+    assert_served_as_simulated(found)
+    served = found["served"]["all"]
+    assert served["acceptance_per_position"][0] > 0.1
