@@ -124,7 +124,7 @@ def missing_system_packages() -> list[str]:
 
 
 def missing_test_packages() -> list[str]:
-    """Debian's names of what tests alone need: networks made by iproute2, and a browser that reports are looked at in."""
+    """Debian's names of what tests alone need: iproute2 makes networks, and reports are looked at in a browser."""
     if sys.platform != "linux":
         return []
     return [package for command, package in TEST_COMMANDS.items() if shutil.which(command) is None]
