@@ -207,7 +207,7 @@ def test_a_put_waits_for_room(mooncake_store: TestedStore, transport: MooncakeTr
             assert not waiting.done()
             reader.delete(f"{0:032x}")
             reader.delete(f"{1:032x}")
-            waiting.result(timeout=15)
+            waiting.result(timeout=60)
         assert_same(reader.get(f"{7:032x}"), sample(7, 48))
 
 

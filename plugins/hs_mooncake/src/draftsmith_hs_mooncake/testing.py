@@ -43,8 +43,8 @@ class TestedStore:
         return running
 
     def options(self, **changes: Any) -> MooncakeOptions:
-        """Options that name it; a short patience, so that what must fail does so soon."""
-        named = MooncakeOptions(master=self.note.master, admin=self.note.admin, patience=20.0)
+        """Options that name it."""
+        named = MooncakeOptions(master=self.note.master, admin=self.note.admin, patience=60.0)
         return attrs.evolve(named, **changes)
 
     def usage(self) -> admin.Usage:

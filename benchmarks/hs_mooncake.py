@@ -1,6 +1,6 @@
 """The store's transport against the store itself and against the folder transport: GB/s, one JSON line a case.
 
-    python benchmarks/mooncake.py [--mebibytes 1024] [--tokens 128 1024 8192 32768] [--folder /a/disk] [--no-faults]
+    python benchmarks/hs_mooncake.py [--mebibytes 1024] [--tokens 128 1024 8192 32768] [--folder /a/disk] [--no-faults]
 
 `raw` puts and gets the same bytes by the store's own put_from and get_into, in objects of the size of the transport's
 chunks, without checksums or a check of the values; `hs_mooncake` is the transport; `hs_file` the folder transport,
