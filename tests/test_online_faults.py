@@ -232,7 +232,9 @@ def test_the_store_is_full(make: Callable[..., Run], calm: Run, store: TestedSto
         client.remove(filled, patience=20)
     assert_like(run, calm)
     where = f"the store at {store.note.master}"
-    assert_told(started.log(), f"{where} is full; samples wait for room", f"{where} has room again after")
+    text = started.log()  # what is read while the rest is filled makes room for a moment
+    told = text.count(f"{where} is full; samples wait for room\n")
+    assert 1 <= told == text.count(f"{where} has room again after ") <= 3, text
     assert store.usage().evicted == 0
     assert_nothing_is_left(store)
 

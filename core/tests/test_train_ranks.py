@@ -135,9 +135,9 @@ folder = sys.argv.pop(1)
 one_step, train_step = loop._one_step, loop.train_step
 now = []
 
-def noted_step(job, state, rows):
+def noted_step(job, state, *rest):
     now[:] = [state.step]
-    return one_step(job, state, rows)
+    return one_step(job, state, *rest)
 
 def noted(objective, optimizers, rows, generators, **more):
     result = train_step(objective, optimizers, rows, generators, **more)

@@ -476,3 +476,15 @@ def test_trouble_is_told_when_it_begins_and_when_it_is_over(caplog: pytest.LogCa
     assert caplog.messages[1:] == ["the store at 10.0.0.5:1 has room again after 4 s"]
     trouble.met(before + 5)
     assert len(caplog.messages) == 3
+
+
+def test_trouble_that_is_over_soon_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    trouble = Trouble("10.0.0.5:1", "is full", "has room again", tell_after=2.0)
+    now = time.monotonic()
+    trouble.met(now)
+    trouble.over(now + 0.1)
+    assert not caplog.messages
+    trouble.met(now - 3)
+    trouble.met(now)
+    trouble.over(now)
+    assert len(caplog.messages) == 2

@@ -36,6 +36,8 @@ _QUARANTINE_SECONDS = 120.0
 _IN_FLIGHT = 0.8
 #: A key that is never there.
 _PROBE = "hs1"
+#: A producer that is ahead of its readers finds a small store full all the time; for longer than this it stands still.
+_FULL_SECONDS = 2.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 
 
@@ -122,7 +124,9 @@ class StoreClient:
         self._undead: set[str] = set()
         self._quarantined: list[tuple[float, Any]] = []
         self._down = Trouble(address.master, "does not answer; it is waited for", "answers again")
-        self.full = Trouble(address.master, "is full; samples wait for room", "has room again")
+        self.full = Trouble(
+            address.master, "is full; samples wait for room", "has room again", tell_after=_FULL_SECONDS
+        )
 
     # --- opening --------------------------------------------------------------------------------------------------
 
