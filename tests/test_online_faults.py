@@ -85,7 +85,7 @@ def recipe(store: TestedStore, tmp_path_factory: pytest.TempPathFactory) -> Iter
             "dtype": "float32",
             "store_dtype": "float32",
         },
-        online={"ahead": 8, "in_flight": 4, "request_timeout": 5.0},
+        online={"ahead": 8, "in_flight": 4},
         train={
             "epochs": 2,
             "tokens_per_row": 160,
@@ -338,7 +338,7 @@ def test_an_endpoint_is_frozen(
     make: Callable[..., Run], calm_served: Run, servers: list[CaptureServer], store: TestedStore
 ) -> None:
     """What it captures late is nobody's; it is used again."""
-    run = make(asking(*servers))
+    run = make(asking(*servers), "online.request_timeout=5")
     with befallen("one of two endpoints frozen for 10 s", run) as started:
         servers[0].signal(signal.SIGSTOP)
         try:
@@ -346,10 +346,9 @@ def test_an_endpoint_is_frozen(
         finally:
             servers[0].signal(signal.SIGCONT)
     assert_like(run, calm_served)
-    assert_told(
-        started.log(),
-        f"capture endpoint {servers[0].url} failed: no answer within 5 s; its requests go to the 1 that work",
-    )
+    url, text = servers[0].url, started.log()  # on a busy machine a server may be slow without being frozen
+    assert f"capture endpoint {url} failed: no answer within 5 s; its requests go to the 1 that work\n" in text
+    assert f"capture endpoint {url} works again after " in text
     assert_nothing_is_left(store)
 
 
