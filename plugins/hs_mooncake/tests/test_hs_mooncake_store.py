@@ -133,6 +133,33 @@ def test_an_admin_address_of_something_else(tmp_path: Path) -> None:
         greeter.join()
 
 
+def test_a_store_that_was_stopped_is_waited_for_where_it_was(store_folder: Path, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    transport = MooncakeTransport(MooncakeOptions(), tmp_path / "run")
+    with subprocess.Popen(["sleep", "60"]) as store:
+        here = identity(store.pid)
+        state.write(
+            state.RunningStore(
+                master=address,
+                admin=address,
+                protocol="tcp",
+                device="",
+                size=1,
+                log="",
+                supervisor=here,
+                master_process=here,
+                owner_process=here,
+            )
+        )
+        assert transport.address().master == address
+        state.remove()
+        store.terminate()
+    with pytest.raises(StoreUnreachable, match=address):
+        transport.free_bytes()
+    with pytest.raises(UserError, match="none was started on this host"):
+        MooncakeTransport(MooncakeOptions(), tmp_path / "run").address()
+
+
 def test_no_store_is_named(store_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none was started on this host") as caught:
         MooncakeTransport(MooncakeOptions(), tmp_path / "run").reader(LAYOUT)
