@@ -446,6 +446,11 @@ def test_the_command_can_be_pasted(recipe) -> None:
     )
     assert told.returncode == 2
     assert "--max-model-len decides what is captured" in told.stderr
+    for options, problem in (("--port 9", "--port is not for --vllm"), ("--a 'b", "No closing quotation")):
+        command = [sys.executable, "-m", "draftsmith", "capture", "serve", str(recipe), "--dry-run"]
+        told = subprocess.run([*command, f"--vllm={options}"], capture_output=True, text=True)
+        assert told.returncode == 2
+        assert problem in told.stderr
     told = subprocess.run(
         [
             sys.executable,

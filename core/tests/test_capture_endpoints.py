@@ -232,13 +232,14 @@ def test_probes_of_a_dead_endpoint_become_rare() -> None:
 
 def test_at_the_start_what_will_not_do_is_an_error_and_what_is_down_is_not() -> None:
     wrong, good, down = Tampered("wrong"), Tampered("good"), Tampered("down")
+    lines: list[str] = []
     down.down.set()
     wrong.wrong = UserError("it serves another model", where="wrong")
     with pytest.raises(UserError, match="another model"):
         CapturePool([good, wrong], in_flight=1, patience=1, say=print).open()
     with pytest.raises(ServingError, match=r"none of the capture endpoints works.*\n.*down: cannot be reached"):
-        CapturePool([down], in_flight=1, patience=60, say=print).open()
-    lines: list[str] = []
+        CapturePool([down], in_flight=1, patience=60, say=lines.append).open()
+    assert not lines, "nothing is waited for: the error says it all"
     with CapturePool([down, good], in_flight=1, patience=1, say=lines.append) as pool:
         assert captured(pool, requests(4)) == [row.sample_id for row in requests(4)]
     assert lines == ["capture endpoint down failed: cannot be reached; its requests go to the 1 that work"]

@@ -446,6 +446,7 @@ def test_online_one_of_several_transports_must_be_chosen(recipe):
         ("['http://']", "names no host"),
         ("['http://gpu1:port']", "Port could not be cast"),
         ("['http://gpu1:0']", "port 0 cannot be reached"),
+        ("['http://gpu1:8000/v1/']", "/v1 is the path of one of its interfaces"),
         ("['http://gpu1:8000/?a=b']", "more than a host, a port and a path"),
         ("['http://gpu1:8000', 'http://GPU1:8000/']", "is named twice"),
     ],

@@ -31,11 +31,14 @@ from draftsmith.errors import (
     SampleError,
     ServingError,
     Stopped,
+    TransportError,
+    UserError,
 )
 from draftsmith.pipeline import run_all
 from draftsmith.testing.training import assert_same_training
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.train import online_setup
+from draftsmith.train.online import verdict
 from draftsmith.train.online_setup import check_room
 from draftsmith.train.run import run_train, train_fingerprint
 
@@ -254,6 +257,60 @@ def test_lost_samples_are_captured_again(offline, make, monkeypatch, keep):
     assert lost > 3
     lines = [line for line in text.getvalue().splitlines() if "what is lost is captured again" in line]
     assert 0 < len(lines) <= lost
+
+
+def test_what_stays_lost_is_not_said_to_be_captured_again(make, monkeypatch):
+    losing(monkeypatch, 1)
+    text = io.StringIO()
+    with pytest.raises(SampleError, match="captured 4 times"):
+        run_train(make(), Console(file=text, width=300))
+    assert "what is lost is captured again" in text.getvalue()
+    assert "captured again\n" not in text.getvalue().replace("what is lost is captured again", "")
+
+
+def test_a_store_that_is_away_is_found_before_data_are_prepared(make, monkeypatch):
+    from draftsmith_toy import transport
+
+    def away(self):
+        raise TransportError("the store cannot be reached")
+
+    monkeypatch.setattr(transport.Files, "free_bytes", away)
+    run = make()
+    shutil.rmtree(run.folders.prepared)
+    with pytest.raises(TransportError, match="cannot be reached"):
+        run_all(run, None, stages=("prepare", "train"))
+    assert not run.folders.prepared.exists()
+
+
+def test_what_cannot_be_removed_does_not_hide_what_ended_the_run(make, endpoints, monkeypatch):
+    from draftsmith_toy import transport
+
+    remove_all = transport.Files.remove_all
+
+    def gone(self, sample_ids=None):
+        if endpoint_list:
+            raise UserError("no store is named")
+        remove_all(self, sample_ids)
+
+    endpoint_list = endpoints(1, dies_after=25)
+    monkeypatch.setattr(transport.Files, "remove_all", gone)
+    text = io.StringIO()
+    with pytest.raises(ServingError, match="endpoint 0"):
+        run_train(make("online.patience=0.5"), Console(file=text, width=300))
+    assert "could not be removed: no store is named" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "capture", "advice"),
+    [
+        (0.5, 0.1, "more capture endpoints"),
+        (0.1, 0.5, "fewer endpoints would do"),
+        (0.5, 0.56, "online.ahead"),
+        (0.05, 0.02, "idled 2% of it"),
+    ],
+)
+def test_the_last_line_says_what_would_make_it_faster(trainer, capture, advice):
+    assert advice in verdict(trainer, capture)
 
 
 def test_a_store_that_loses_all_is_told_once_and_filled_at_once(offline, make, monkeypatch):

@@ -113,6 +113,8 @@ def run_all(
     with _together(run):
         if {"prepare", *_TRAINED_ON} & set(wanted):
             check_attention(run)
+        if {"prepare", "train"} <= set(wanted):
+            check_transport(run)
         if is_first_rank():
             claim_output(run)
         with sole_writer(run.folders.output):
@@ -224,6 +226,20 @@ def check_attention(run: ResolvedRun) -> None:
 
     implementation: type[DraftAlgorithm] = load_reference(run.algorithm.implementation, expected=DraftAlgorithm)
     implementation.check_attention(run.algorithm_options, build_mask(run), form)
+
+
+def check_transport(run: ResolvedRun) -> None:
+    """Whether what carries states while the draft is trained can be reached: known before data are prepared for hours.
+
+    Raises:
+        TransportError, UserError: it cannot.
+    """
+    record = Stage("train", run.folders.training).record()
+    if not run.recipe.captures_online or (record is not None and record.complete):
+        return
+    from draftsmith.capture.states import run_transport
+
+    run_transport(run).free_bytes()
 
 
 def check_data(run: ResolvedRun) -> None:

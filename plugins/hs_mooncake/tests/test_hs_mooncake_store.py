@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Iterator
@@ -111,6 +112,52 @@ def test_an_admin_address_where_nothing_is(mooncake_store: TestedStore, tmp_path
         reader.complete_ids()
     with pytest.raises(StoreUnreachable, match=address):
         transport.free_bytes()
+
+
+def test_an_admin_address_of_something_else(tmp_path: Path) -> None:
+    """A mistaken port may belong to anything: here, to what greets as a remote shell does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            caller, _ = listener.accept()
+            with caller:
+                caller.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                caller.recv(1024)
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        transport = MooncakeTransport(MooncakeOptions(master="127.0.0.1:1", admin=address), tmp_path / "run")
+        with pytest.raises(StoreUnreachable, match=address):
+            transport.free_bytes()
+        greeter.join()
+
+
+def test_a_store_that_was_stopped_is_waited_for_where_it_was(store_folder: Path, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    transport = MooncakeTransport(MooncakeOptions(), tmp_path / "run")
+    with subprocess.Popen(["sleep", "60"]) as store:
+        here = identity(store.pid)
+        state.write(
+            state.RunningStore(
+                master=address,
+                admin=address,
+                protocol="tcp",
+                device="",
+                size=1,
+                log="",
+                supervisor=here,
+                master_process=here,
+                owner_process=here,
+            )
+        )
+        assert transport.address().master == address
+        state.remove()
+        store.terminate()
+    with pytest.raises(StoreUnreachable, match=address):
+        transport.free_bytes()
+    with pytest.raises(UserError, match="none was started on this host"):
+        MooncakeTransport(MooncakeOptions(), tmp_path / "run").address()
 
 
 def test_no_store_is_named(store_folder: Path, tmp_path: Path) -> None:

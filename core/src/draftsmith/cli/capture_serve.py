@@ -11,6 +11,7 @@ import shlex
 import sys
 
 from draftsmith.cli import common
+from draftsmith.errors import UserError
 
 __all__ = ["configure", "execute"]
 
@@ -32,7 +33,7 @@ def execute(arguments: argparse.Namespace) -> None:
     run = common.load_run(arguments.recipe, arguments.overrides, arguments.no_plugin, ())
     from draftsmith.capture.server.command import capture_server, check_port
 
-    command = capture_server(run, host=arguments.host, port=arguments.port, extra=shlex.split(arguments.vllm))
+    command = capture_server(run, host=arguments.host, port=arguments.port, extra=_words(arguments.vllm))
     if not arguments.dry_run:
         check_port(arguments.host, arguments.port)
     print(command.text())
@@ -40,3 +41,14 @@ def execute(arguments: argparse.Namespace) -> None:
         return
     sys.stdout.flush()
     os.execve(command.arguments[0], [*command.arguments], {**command.environment})
+
+
+def _words(options: str) -> list[str]:
+    try:
+        return shlex.split(options)
+    except ValueError as error:
+        raise UserError(
+            f"{options!r} cannot be read as a shell reads it: {error}",
+            where="--vllm",
+            hint="quote it as a whole, and what has blanks in it: --vllm='--uvicorn-log-level error'",
+        ) from error

@@ -611,6 +611,8 @@ def _url_problem(url: str) -> str | None:
         return "it begins with neither http:// nor https://"
     if not parts.hostname:
         return "it names no host"
+    if parts.path.rstrip("/").endswith("/v1"):
+        return "/v1 is the path of one of its interfaces"
     if port == 0 or parts.query or parts.fragment:
         return "port 0 cannot be reached" if port == 0 else "it has more than a host, a port and a path"
     return None

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from draftsmith.train.online_setup import Place
     from draftsmith.train.rows import Table
 
-__all__ = ["OnlineCapture", "OnlineRowLoader", "OnlineStates"]
+__all__ = ["OnlineCapture", "OnlineRowLoader", "OnlineStates", "verdict"]
 
 #: How often a sample is captured for one use before it is given up.
 _ATTEMPTS = 4
@@ -59,6 +59,8 @@ _POLL = 0.1
 _LAST_ANSWERS = 5.0
 #: Who waits for a smaller share of the time than this is as well off as can be.
 _WORTH_TELLING = 0.1
+#: Where both wait for a larger share than this, neither of the two is what takes the time.
+_MUCH = 0.25
 
 
 class _Closed(Exception):
@@ -194,7 +196,7 @@ class OnlineCapture:
         self._close_pool()
         for stream in streams:
             stream.join()
-        if self._lost:
+        if self._lost and error is None:
             self._tell_recovered()
         self._clear(failed=error is not None)
 
@@ -235,7 +237,7 @@ class OnlineCapture:
                 self.transport.remove_all(self._unread)
                 return
             self.transport.remove_all()
-        except TransportError as error:
+        except DraftsmithError as error:  # which may not take the place of what ended the run
             self._say(f"what is left of this run in the transport could not be removed: {error.what}")
             return
         self._place.leave()
@@ -345,13 +347,7 @@ class OnlineCapture:
 
     def verdict(self, waits: Waits) -> str:
         """One line that says who waited for whom, and what to do about it."""
-        trainer, capture = waits.share, self.idle_share
-        text = f"the trainer waited {trainer:.0%} of the time for states, and capture idled {capture:.0%} of it"
-        if trainer > max(_WORTH_TELLING, capture):
-            return f"{text}: more capture endpoints (online.endpoints), or faster ones, would make it faster"
-        if capture > max(_WORTH_TELLING, trainer):
-            return f"{text}: the trainer is what takes the time; fewer endpoints would do"
-        return text
+        return verdict(waits.share, self.idle_share)
 
     def summary(self, waits: Waits) -> dict[str, Any]:
         """Figures of this start, for the stage's record."""
@@ -360,6 +356,18 @@ class OnlineCapture:
             "refused": len(self.refused),
             **{name: round(share, 4) for name, share in self.idle(waits).items()},
         }
+
+
+def verdict(trainer: float, capture: float) -> str:
+    """See :meth:`OnlineCapture.verdict`. Of the shares of the time that each waited."""
+    text = f"the trainer waited {trainer:.0%} of the time for states, and capture idled {capture:.0%} of it"
+    if min(trainer, capture) > _MUCH:
+        return f"{text}: they wait for each other; more at once (online.ahead, online.in_flight) would make it faster"
+    if trainer > max(_WORTH_TELLING, capture):
+        return f"{text}: more capture endpoints (online.endpoints), or faster ones, would make it faster"
+    if capture > max(_WORTH_TELLING, trainer):
+        return f"{text}: the trainer is what takes the time; fewer endpoints would do"
+    return text
 
 
 class _Stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -38,7 +39,7 @@ def _get(address: str, path: str) -> str:
         with _OPENER.open(f"http://{address}{path}", timeout=_SECONDS) as reply:
             text: str = reply.read().decode()
             return text
-    except (OSError, ValueError) as error:  # URLError and timeouts are OSErrors
+    except (OSError, ValueError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
         reason = getattr(error, "reason", error)
         raise StoreUnreachable(
             f"the admin server of the store's master does not answer: {reason}",

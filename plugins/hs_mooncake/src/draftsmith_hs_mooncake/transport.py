@@ -28,6 +28,7 @@ class MooncakeTransport(HiddenStateTransport):
     """Hidden states in a Mooncake store (see :mod:`draftsmith_hs_mooncake.wire` for what lies there)."""
 
     options: MooncakeOptions
+    _address: StoreAddress | None = None
 
     @property
     def run(self) -> str:
@@ -39,7 +40,16 @@ class MooncakeTransport(HiddenStateTransport):
         return f"{readable}-{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
 
     def address(self) -> StoreAddress:
-        """Raises: UserError: no store is named, and none was started on this host."""
+        """The same at every call: a store that is stopped is away, and not another one.
+
+        Raises:
+            UserError: no store is named, and none was started on this host.
+        """
+        if self._address is None:
+            self._address = self._find_address()
+        return self._address
+
+    def _find_address(self) -> StoreAddress:
         chunk = self.options.chunk_mebibytes << 20
         staged = self.options.staging or self.options.protocol == "rdma"
         master, admin_address = self.options.master, self.options.admin

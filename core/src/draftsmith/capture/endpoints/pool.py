@@ -136,10 +136,12 @@ class CapturePool:
             now = time.monotonic()
             for member in self._members:
                 member.clock = now
+            if len(failed) == len(self._members):
+                for member, fault in failed:
+                    member.fault, member.hint = fault.what, fault.hint
+                raise self._all_down("none of the capture endpoints works")
             for member, fault in failed:
                 self._set_down(member, fault)
-            if len(failed) == len(self._members):
-                raise self._all_down("none of the capture endpoints works")
         self._nurse = threading.Thread(target=self._watch, name="draftsmith-capture-pool", daemon=True)
         self._nurse.start()
 

@@ -139,6 +139,12 @@ def _check_extra(extra: Sequence[str], own: Sequence[str]) -> None:
     taken |= {"model", "tokenizer", "quantization", "hf-overrides", "enable-lora", "grpc", "headless", "api-key"}
     taken -= _FREE
     for each in extra:
+        if each.partition("=")[0] in ("--host", "--port", "--uds"):  # the port that was looked at would be another one
+            raise UserError(
+                f"{each.partition('=')[0]} is not for --vllm",
+                where="draftsmith capture serve",
+                hint="`draftsmith capture serve` has --host and --port of its own",
+            )
         name = each.partition("=")[0].replace("_", "-").removeprefix("--no-").removeprefix("--")
         if each.startswith("--") and name in taken:
             raise UserError(
