@@ -222,10 +222,10 @@ def test_the_name_of_a_run_follows_from_its_path(tmp_path: Path) -> None:
     def run(location: Path, **options: str) -> str:
         return MooncakeTransport(MooncakeOptions(**options), location).run
 
-    first = run(tmp_path / "my run" / "states")
-    assert first == run(tmp_path / "my run" / "states")
-    assert first.startswith("my-run-")
-    assert first != run(tmp_path / "other" / "my run" / "states")
+    first = run(tmp_path / "my run" / "states" / "samples")
+    assert first == run(tmp_path / "my run" / "states" / "samples")
+    assert first.startswith("my-run-states-")
+    assert first != run(tmp_path / "other" / "my run" / "states" / "samples")
     assert run(tmp_path, run="chosen") == "chosen"
     assert wire.run_of(wire.run_prefix("a.b") + "s/x") == "a.b"
     assert re.match(wire.run_regex("a.b"), wire.run_prefix("a.b"))

@@ -36,7 +36,8 @@ class MooncakeTransport(HiddenStateTransport):
         if self.options.run is not None:
             return self.options.run
         path = self.location.absolute()
-        readable = re.sub(r"[^A-Za-z0-9-]+", "-", path.parent.name).strip("-")[:40] or "run"
+        # The last part is the same in every run; those before it have the name of the run's output.
+        readable = re.sub(r"[^A-Za-z0-9-]+", "-", "-".join(path.parts[-3:-1])).strip("-")[:40] or "run"
         return f"{readable}-{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
 
     def address(self) -> StoreAddress:
