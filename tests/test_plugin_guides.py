@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from guide import Reader
+from guide import Reader, blocks
 from outsider import Outsider
 
 pytestmark = pytest.mark.slow
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 PAGES = [DOCS / "plugins.md", *sorted((DOCS / "plugins").glob("*.md"))]
 
 
@@ -23,3 +24,10 @@ def test_a_reader_can_do_what_it_says(tmp_path: Path, page: Path) -> None:
 
 def test_the_tutorial_is_among_them() -> None:
     assert DOCS / "plugins" / "first-plugin.md" in PAGES
+
+
+def test_what_is_shown_of_the_examples_is_what_they_have() -> None:
+    shown = [block for page in PAGES for block in blocks(page) if (ROOT / "examples" / block.file).is_file()]
+    assert [block.file for block in shown] == ["draftsmith-toy/src/draftsmith_toy/serving.py"]
+    for block in shown:
+        assert block.text == (ROOT / "examples" / block.file).read_text(encoding="utf-8")
