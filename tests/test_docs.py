@@ -7,15 +7,18 @@ import io
 import json
 import re
 import subprocess
+import types
 import typing
 from pathlib import Path
 
 import attrs
+import pluggy
 import pytest
 import setup_environment
 import torch
 import write_reference as reference
 
+from draftsmith import api, hookspecs
 from draftsmith.cli import main
 from draftsmith.cli.app import COMMANDS
 from draftsmith.cli.common import plugin_commands
@@ -24,6 +27,7 @@ from draftsmith.config.schema import NamedConfig, Recipe
 from draftsmith.data.conversations import normalise
 from draftsmith.evaluation.require import FIGURES
 from draftsmith.evaluation.results import Evaluation, Method, PromptRecord, Repetition, RequestRecord, RoundRecord
+from draftsmith.hookspecs import hookimpl
 from draftsmith.interfaces import DraftSlots, ScoredSlots
 from draftsmith.plugins import load_plugins
 from draftsmith.train.metrics import divide, slot_metrics
@@ -141,10 +145,39 @@ def test_every_hook_is_documented() -> None:
     assert len(documented) >= 12
     for hook in reference.hooks().values():
         assert reference.signature(hook) in page
+        assert f"```python\n{reference.hook_example(hook)}\n```" in page
+
+
+@attrs.frozen(kw_only=True)
+class MyOptions:
+    """What stands for a plugin's own options in the examples of hooks."""
+
+    num_tokens: int = attrs.field(default=3, metadata={"help": "tokens drafted"})
+
+
+@pytest.mark.parametrize("name", reference.hooks())
+def test_the_example_of_every_hook_is_taken_as_a_plugin(name: str) -> None:
+    plugin = types.ModuleType("mypackage")
+    vars(plugin).update(api=api, hookimpl=hookimpl, MyOptions=MyOptions)
+    exec(reference.hook_example(reference.hooks()[name]), vars(plugin))
+    manager = pluggy.PluginManager(api.PROJECT_NAME)
+    manager.add_hookspecs(hookspecs)
+    manager.register(plugin)
+    manager.check_pending()
+    if reference.is_observer(reference.hooks()[name]):
+        return
+    (kind,) = re.findall(r"api\.(\w+)", reference.signature(reference.hooks()[name]))
+    (items,) = getattr(manager.hook, name)()
+    assert [type(item) for item in items] == [getattr(api, kind)]
 
 
 def test_every_interface_and_each_of_its_methods_is_documented() -> None:
-    page = (REFERENCE / "interfaces.md").read_text(encoding="utf-8")
+    index = (REFERENCE / "interfaces.md").read_text(encoding="utf-8")
+    pages = {path.name: path.read_text(encoding="utf-8") for path in (REFERENCE / "interfaces").glob("*.md")}
+    assert set(pages) == {reference.facet_file(facet).rpartition("/")[2] for facet in reference.facets()}
+    assert {"losses.md", "masks.md", "algorithms.md", "exported-checkpoints.md", "transports.md"} <= set(pages)
+    assert not [name for name in pages if f"(interfaces/{name})" not in index]
+    page = "\n".join(pages.values())
     assert [cls.__name__ for cls in reference.interface_classes()][:2] == ["VocabularyMap", "PackedRow"]
     documented = set(re.findall(r"^### `(\w+\.\w+)`", page, re.MULTILINE))
     known = {f"{cls.__name__}.{name}" for cls in reference.interface_classes() for name, _ in reference.members(cls)}
@@ -238,5 +271,7 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
 def test_every_page_is_reachable_from_the_index(path: Path) -> None:
-    if path != DOCS / "README.md":
+    if path.parent == REFERENCE / "interfaces":
+        assert f"(interfaces/{path.name})" in (REFERENCE / "interfaces.md").read_text(encoding="utf-8")
+    elif path != DOCS / "README.md":
         assert f"({path.relative_to(DOCS).as_posix()})" in (DOCS / "README.md").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,7 +27,7 @@ def outsider(tmp_path_factory: pytest.TempPathFactory) -> Outsider:
 
 
 def test_there_are_examples() -> None:
-    assert {"draftsmith-focal", "draftsmith-medusa"} <= {path.name for path in EXAMPLES}
+    assert {"draftsmith-focal", "draftsmith-medusa", "draftsmith-toy"} <= {path.name for path in EXAMPLES}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -45,7 +46,7 @@ def test_the_kit_passes_without_a_test(outsider: Outsider, example: Path) -> Non
 
 
 def write_recipe(folder: Path, **changes: object) -> Path:
-    """A run of Medusa heads on a tiny verifier and its own answers."""
+    """A run of Medusa heads, unless *changes* say otherwise, on a tiny verifier and its own answers."""
     verifier = folder / "verifier"
     if not verifier.exists():
         make_tiny_verifier(verifier)
@@ -81,17 +82,33 @@ def test_medusa_heads_are_trained_with_somebody_elses_loss_and_exported(outsider
     assert "pip install draftsmith-medusa" in alone.stdout + alone.stderr
 
 
-@pytest.mark.vllm
-def test_vllm_serves_medusa_heads_as_the_simulator_says(outsider: Outsider, tmp_path: Path) -> None:
-    """Greedy output is the verifier's alone, and what is accepted is what the simulator counts."""
+def serve_what_it_learnt(outsider: Outsider, folder: Path, algorithm: str) -> dict[str, Any]:
+    """Figures of a whole run, until a real vLLM has served a draft that knows the verifier's answers."""
     verify = {"prompts": "chats.jsonl", "max_tokens": 16, "max_prompts": 4, "require_vllm": True}
     train = {"epochs": 40, "tokens_per_row": 512, "learning_rate": 0.003, "compute_dtype": "float32"}
     answers = {"keep_cut_answers": True, "responses": "regenerate", "generation": {"max_tokens": 24}}
     data = {"sources": ["chats.jsonl"], "max_length": 128, **answers}
-    recipe = write_recipe(tmp_path, verify=verify, train=train, data=data)
+    recipe = write_recipe(folder, algorithm=algorithm, verify=verify, train=train, data=data)
     done = outsider.draftsmith("run", str(recipe))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = verification(tmp_path / "run")
+    return verification(folder / "run")
+
+
+@pytest.mark.vllm
+def test_vllm_serves_medusa_heads_as_the_simulator_says(outsider: Outsider, tmp_path: Path) -> None:
+    """Greedy output is the verifier's alone, and what is accepted is what the simulator counts."""
+    found = serve_what_it_learnt(outsider, tmp_path, "medusa")
     assert_served_as_simulated(found)
-    served = found["served"]["all"]
-    assert served["acceptance_per_position"][0] > 0.1
+    assert found["served"]["all"]["acceptance_per_position"][0] > 0.1
+
+
+@pytest.mark.vllm
+def test_vllm_serves_a_draft_that_it_has_never_heard_of(outsider: Outsider, tmp_path: Path) -> None:
+    """Beside its verifier, and as the model: draftsmith's entry point makes the package known to each process."""
+    found = serve_what_it_learnt(outsider, tmp_path, "toy")
+    assert_served_as_simulated(found)
+    assert found["served"]["all"]["acceptance_per_position"][0] > 0.3
+    assert found["served"]["all"]["acceptance_per_position"][-1] > 0
+    as_model = found["ways"]["as_model"]
+    assert as_model["identical"] == as_model["prompts"] > 0
+    assert as_model["served"] == as_model["served_with_draft"]

@@ -13,6 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,21 @@ def returned_values() -> list[type]:
     return [cls for cls in classes if cls.__module__ == api.__name__ and cls.__name__ in api.__all__]
 
 
+def hook_example(hook: Callable[..., Any]) -> str:
+    """The code that its docstring shows."""
+    return inspect.cleandoc((inspect.getdoc(hook) or "").partition("\nExample:\n")[2])
+
+
+def hook_section(hook: Callable[..., Any]) -> list[str]:
+    """Heading, signature, what it takes or returns, when it is called, and an example."""
+    (value,) = re.findall(r"api\.\w+", signature(hook))
+    link = f"[`{value}`](#{value.replace('.', '').lower()})"
+    when = f"Takes one {link}; returns nothing." if is_observer(hook) else f"Returns a list of {link}."
+    text = plain((inspect.getdoc(hook) or "").partition("\nExample:\n")[0]).strip()
+    lines = [f"### `{hook.__name__}`", "", f"    {signature(hook)}", "", text, "", when, ""]
+    return [*lines, "```python", hook_example(hook), "```", ""]
+
+
 def hooks_page() -> str:
     """docs/reference/hooks.md."""
     lines = [
@@ -157,13 +173,15 @@ def hooks_page() -> str:
         "",
         "## Registration",
         "",
-        "Called once, without arguments; each returns a list of frozen values (below). They must not import torch.",
+        "Each is called once, without arguments, when a command or vLLM loads the plugins, whether or not the run",
+        "asks for what it registers: it must not import torch. What it returns is checked: another type, or a name",
+        "that is taken, is an error that says whose it is. `MyOptions` below stands for an attrs class of yours.",
         "",
     ]
     registration = [hook for hook in hooks().values() if not is_observer(hook)]
     observing = [hook for hook in hooks().values() if is_observer(hook)]
     for hook in registration:
-        lines += [f"### `{hook.__name__}`", "", f"    {signature(hook)}", "", plain(inspect.getdoc(hook) or ""), ""]
+        lines += hook_section(hook)
     lines += [
         "## Observation",
         "",
@@ -171,7 +189,7 @@ def hooks_page() -> str:
         "",
     ]
     for hook in observing:
-        lines += [f"### `{hook.__name__}`", "", f"    {signature(hook)}", "", plain(inspect.getdoc(hook) or ""), ""]
+        lines += hook_section(hook)
     lines += ["## Values", "", "All keyword-only and frozen; importing `draftsmith.api` imports no torch.", ""]
     for cls in returned_values():
         lines += value_section(cls)
@@ -222,21 +240,57 @@ def interface_section(cls: type) -> list[str]:
     return lines
 
 
-def interfaces_page() -> str:
-    """docs/reference/interfaces.md."""
+def facets() -> dict[str, list[type]]:
+    """Part of `draftsmith.interfaces`, as its source is divided → the classes of that part."""
+    starts = re.finditer(r"^# --- ([\w ]+) -+$", inspect.getsource(interfaces), re.MULTILINE)
+    source = inspect.getsource(interfaces)
+    begins = {match[1]: source[: match.start()].count("\n") + 1 for match in starts}
+    found: dict[str, list[type]] = {name: [] for name in begins}
+    for cls in interface_classes():
+        line = inspect.getsourcelines(cls)[1]
+        found[max((name for name in begins if begins[name] <= line), key=begins.__getitem__)].append(cls)
+    return found
+
+
+def facet_file(facet: str) -> str:
+    return f"interfaces/{facet.replace(' ', '-')}.md"
+
+
+def facet_page(facet: str) -> str:
+    """docs/reference/interfaces/FACET.md."""
     lines = [
         NOTICE,
-        "# Interfaces",
+        f"# Interfaces: {facet}",
         "",
-        "What an implementation must offer, class by class of `draftsmith.interfaces`. *To be written*: without it",
-        "the class cannot be made; everything else has a default. How they go together: [plugins.md](../plugins.md).",
+        "*To be written*: without it the class cannot be made; everything else has a default. How they go together:",
+        "[Writing a plugin](../../plugins.md). All pages: [interfaces](../interfaces.md).",
         "",
         *("> " + line if line else ">" for line in plain(inspect.getdoc(interfaces) or "").splitlines()[2:4]),
         "",
     ]
-    for cls in interface_classes():
+    for cls in facets()[facet]:
         lines += interface_section(cls)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def interfaces_page() -> str:
+    """docs/reference/interfaces.md: which page has what."""
+    lines = [
+        NOTICE,
+        "# Interfaces",
+        "",
+        "What an implementation must offer, class by class of `draftsmith.interfaces`, a page for each facet. How",
+        "they go together: [Writing a plugin](../plugins.md).",
+        "",
+        "| page | class | |",
+        "| --- | --- | --- |",
+    ]
+    for facet, classes in facets().items():
+        for cls in classes:
+            first = plain(inspect.getdoc(cls) or "").splitlines()[0]
+            link = f"[`{cls.__name__}`]({facet_file(facet)}#{cls.__name__.lower()})"
+            lines.append(f"| [{facet}]({facet_file(facet)}) | {link} | {cell(first)} |")
+    return "\n".join(lines) + "\n"
 
 
 # --- what our own plugins register -------------------------------------------------------------------------------
@@ -293,6 +347,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "recipe.md": recipe_page,
     "hooks.md": hooks_page,
     "interfaces.md": interfaces_page,
+    **{facet_file(facet): partial(facet_page, facet) for facet in facets()},
     "plugins.md": plugins_page,
 }
 

@@ -21,13 +21,16 @@ class Outsider:
         lines = [f"import site; site.addsitedir({each!r})" for each in site.getsitepackages()]
         (own / "zz_layer.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
+    def environment(self) -> dict[str, str]:
+        """Variables of a process of theirs."""
+        changes = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", "PIP_NO_INPUT": "1"}
+        return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | changes
+
     def run(self, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Python with these arguments, in a folder without any sources of ours."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", "PIP_NO_INPUT": "1"}
-        environment.pop("PYTHONPATH", None)
         return subprocess.run(
             [str(self.python), *arguments],
-            cwd=folder or self.folder, env=environment, capture_output=True, text=True, check=False,
+            cwd=folder or self.folder, env=self.environment(), capture_output=True, text=True, check=False,
         )  # fmt: skip
 
     def draftsmith(self, *arguments: str) -> subprocess.CompletedProcess[str]:

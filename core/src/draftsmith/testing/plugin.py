@@ -78,7 +78,7 @@ class PluginTests:
         assert done.stdout.strip() == "[]", f"importing {name} imports {done.stdout.strip()}"
 
     def test_it_imports_nothing_private(self, loaded: LoadedPlugin) -> None:
-        """Only what docs/plugins.md lists stays as it is."""
+        """Only what docs/plugins/public-api.md lists stays as it is."""
         home = Path(str(loaded.module.__file__))
         package = home.parent if "." in loaded.module.__name__ or home.name == "__init__.py" else home
         assert private_imports(package) == []

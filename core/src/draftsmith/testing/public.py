@@ -20,7 +20,7 @@ from draftsmith.api import PROJECT_NAME
 
 __all__ = ["PUBLIC_MODULES", "imported_modules", "is_public", "private_imports"]
 
-#: Documented in docs/plugins.md, with what each is for.
+#: Documented in docs/plugins/public-api.md, with what each is for.
 PUBLIC_MODULES: tuple[str, ...] = (
     "draftsmith",
     "draftsmith.api",

@@ -1,0 +1,1 @@
+"""A drafter that vLLM has never heard of; plugin.py says what is registered."""

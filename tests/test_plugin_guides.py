@@ -1,0 +1,33 @@
+"""The guides for plugin authors: every file in them is written, every command run, in order, as an outsider would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from guide import Reader, blocks
+from outsider import Outsider
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [DOCS / "plugins.md", *sorted((DOCS / "plugins").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_reader_can_do_what_it_says(tmp_path: Path, page: Path) -> None:
+    (tmp_path / "work").mkdir()
+    done = Reader(Outsider(tmp_path / "environment"), tmp_path / "work").follow(page)
+    assert done or "```" not in page.read_text(encoding="utf-8")
+
+
+def test_the_tutorial_is_among_them() -> None:
+    assert DOCS / "plugins" / "first-plugin.md" in PAGES
+
+
+def test_what_is_shown_of_the_examples_is_what_they_have() -> None:
+    shown = [block for page in PAGES for block in blocks(page) if (ROOT / "examples" / block.file).is_file()]
+    assert [block.file for block in shown] == ["draftsmith-toy/src/draftsmith_toy/serving.py"]
+    for block in shown:
+        assert block.text == (ROOT / "examples" / block.file).read_text(encoding="utf-8")
