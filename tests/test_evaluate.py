@@ -10,7 +10,6 @@ import json
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -528,23 +527,27 @@ def test_a_real_server_that_is_killed_in_the_middle(by_heart, prompts_file, regi
         # A draft that knows the greedy answers by heart gains less from others.
         assert 1 <= figures(sampled, None)["acceptance_length"] < lengths[0].median
 
-        file, known = tmp_path / "killed" / "evaluation.json", []
+        file, over = tmp_path / "killed" / "evaluation.json", threading.Event()
 
         def kill_in_the_second_repetition() -> None:
-            while not file.is_file():
-                time.sleep(0.01)
-            known.append(read_metrics(address).generated)
-            while read_metrics(address).generated < known[0] + 250:
-                time.sleep(0.01)
+            while not (file.is_file() or over.wait(0.01)):
+                pass
+            before = read_metrics(address).generated
+            while not over.wait(0.01) and read_metrics(address).generated < before + 250:
+                pass
             kill_server(address)
 
         killer = threading.Thread(target=kill_in_the_second_repetition)
         killer.start()
-        code = main(
-            ["evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "2", "--warm-up", "0",
-             "--max-tokens", "150", "--output", str(file.parent), "--server", address, "--concurrency", "1"]
-        )  # fmt: skip
-        killer.join()
+        try:
+            code = main([
+                "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "2",
+                "--warm-up", "0", "--max-tokens", "150", "--concurrency", "1", "--server", address,
+                "--output", str(file.parent),
+            ])  # fmt: skip
+        finally:
+            over.set()
+            killer.join()
     assert code == 1
     assert "1 of 2 repetitions; the server went away" in capsys.readouterr().out
     found = read_evaluation(file.parent)

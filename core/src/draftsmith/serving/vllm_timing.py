@@ -43,7 +43,7 @@ class _Clock:
             return time.perf_counter()
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
