@@ -8,10 +8,13 @@ import importlib.util
 import io
 import json
 import shutil
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
+import psutil
 import pytest
 import torch
 from by_heart import Material, learn
@@ -33,14 +36,16 @@ from draftsmith.errors import (
 from draftsmith.evaluation import methods as methods_module
 from draftsmith.evaluation import run as run_module
 from draftsmith.evaluation.methods import plan_methods, read_checkpoint, split_names
-from draftsmith.evaluation.metrics import Spread, largest_relative_gap
+from draftsmith.evaluation.metrics import Spread, agree, largest_relative_gap
 from draftsmith.evaluation.picture import covered, pictured, pieces, request_length, worst_requests
 from draftsmith.evaluation.prompts import encode, load_prompts
+from draftsmith.evaluation.require import parse_requirement
 from draftsmith.evaluation.results import counters_of, figures, read_evaluation
 from draftsmith.evaluation.run import Settings, evaluate, simulated_name
-from draftsmith.evaluation.sweep import Point, parse_sweep, plan_of, read_sweep
+from draftsmith.evaluation.sweep import Point, parse_sweep, plan_of, read_sweep, run_sweep
 from draftsmith.report.build import build_report
-from draftsmith.serving.schedule import NO_END, Step, read_plan
+from draftsmith.serving.counters import read_metrics
+from draftsmith.serving.schedule import NO_END, Step, as_plan, read_plan
 from draftsmith.serving.serve import serve_command
 from draftsmith.serving.verifier_model import generate_greedily
 from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
@@ -272,6 +277,26 @@ def test_each_method_becomes_what_vllm_is_given(by_heart, exported, registry, tm
     assert found[other].reason is None
 
 
+def test_methods_have_options_of_their_own(by_heart, registry):
+    names = [
+        "ngram:prompt_lookup_max=4:prompt_lookup_min=2",
+        "ngram:num_speculative_tokens=5",
+        "medusa:hub/name:quantization=fp8",
+    ]
+    _, first, second, third = plan_methods(str(by_heart.folder), names, registry)
+    assert first.name == names[0]
+    assert first.speculative_config == {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2,
+    }  # fmt: skip
+    assert second.num_speculative_tokens == 5
+    assert third.speculative_config["model"] == "hub/name"
+    assert third.speculative_config["quantization"] == "fp8"
+    demand = parse_requirement(f"{names[0]}: speed_up > 1")
+    assert (demand.method, demand.figure, demand.value) == (names[0], "speed_up", 1.0)
+    with pytest.raises(UserError, match="has no option 'prompt_lookup_maxx'"):
+        plan_methods(str(by_heart.folder), ["ngram:prompt_lookup_maxx=4"], registry)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -437,8 +462,7 @@ def test_a_real_server(by_heart, prompts_file, registry, tmp_path, capsys):
     """What `draftsmith serve` starts is measured, and watched."""
     command = serve_command(by_heart.folder, registry).command
     options = command[command.index("--speculative-config") :]
-    further = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4"]
-    with running_server(by_heart.verifier, *options, *further, log=tmp_path / "log") as address:
+    with real_server(by_heart, tmp_path / "log", options) as address:
         asked = settings(
             by_heart, prompts_file, concurrency=4, servers={str(by_heart.folder): address}, warm_up=1, repetitions=2
         )
@@ -457,6 +481,116 @@ def test_a_real_server(by_heart, prompts_file, registry, tmp_path, capsys):
         assert tokens <= counted <= tokens + 3 * len(repetition.requests)
     assert counters.drafted == 3 * counters.drafts
     assert [len(each.output) for each in draft.repetitions[0].requests] == [ANSWER] * 8
+
+
+@contextlib.contextmanager
+def real_server(by_heart, log: Path, options, *further):
+    """A vLLM server of the draft, with the options that `draftsmith serve` has for it."""
+    arguments = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4", *further]
+    with running_server(by_heart.verifier, *options, *arguments, log=log) as address:
+        yield address
+
+
+def kill_server(address: str) -> None:
+    """With all of its processes, and no time to say good-bye."""
+    port = address.rpartition(":")[2]
+    (server,) = (
+        each
+        for each in psutil.Process().children()
+        if "vllm.entrypoints.openai.api_server" in each.cmdline() and port in each.cmdline()
+    )
+    for process in [*server.children(recursive=True), server]:
+        process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_real_server_that_is_killed_in_the_middle(by_heart, prompts_file, registry, tmp_path, capsys):
+    """Before that: two evaluations of it agree, and it samples."""
+    command = serve_command(by_heart.folder, registry).command
+    options = command[command.index("--speculative-config") :]
+    with real_server(by_heart, tmp_path / "log", options, "--no-enable-prefix-caching") as address:
+        asked = settings(by_heart, prompts_file, concurrency=4, servers={str(by_heart.folder): address}, repetitions=2)
+        once, twice = (evaluate(asked, registry, tmp_path / name).methods[0] for name in ("once", "twice"))
+        lengths = [figures(each, None)["acceptance_length_spread"] for each in (once, twice)]
+        assert agree(*lengths)
+        # Greedy answers are the same ones, so that all counts are.
+        assert counters_of(once) == counters_of(twice)
+        outputs = [[request.output for request in each.repetitions[0].requests] for each in (once, twice)]
+        assert outputs[0] == outputs[1]
+
+        sampling = attrs.evolve(asked, temperature=1.5, top_p=0.9, seed=3, repetitions=1)
+        (sampled,) = evaluate(sampling, registry, tmp_path / "sampled").methods
+        assert sampled.status == "measured"
+        assert sampled.losslessness is None
+        assert [request.output for request in sampled.repetitions[0].requests] != outputs[0]
+        # A draft that knows the greedy answers by heart gains less from others.
+        assert 1 <= figures(sampled, None)["acceptance_length"] < lengths[0].median
+
+        file, over = tmp_path / "killed" / "evaluation.json", threading.Event()
+
+        def kill_in_the_second_repetition() -> None:
+            while not (file.is_file() or over.wait(0.01)):
+                pass
+            before = read_metrics(address).generated
+            while not over.wait(0.01) and read_metrics(address).generated < before + 250:
+                pass
+            kill_server(address)
+
+        killer = threading.Thread(target=kill_in_the_second_repetition)
+        killer.start()
+        try:
+            code = main([
+                "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "2",
+                "--warm-up", "0", "--max-tokens", "150", "--concurrency", "1", "--server", address,
+                "--output", str(file.parent),
+            ])  # fmt: skip
+        finally:
+            over.set()
+            killer.join()
+    assert code == 1
+    assert "1 of 2 repetitions; the server went away" in capsys.readouterr().out
+    found = read_evaluation(file.parent)
+    assert not found.complete
+    (draft,) = found.methods
+    assert (draft.status, [each.complete for each in draft.repetitions]) == ("incomplete", [True, False])
+    whole, cut = draft.repetitions
+    assert len(whole.requests) == 8
+    assert 1 <= len(cut.requests) < 8
+    # Answers that were complete are whole, and nothing is counted of the rest.
+    for request in cut.requests:
+        assert request.times.tokens == whole.requests[request.prompt].times.tokens
+    assert cut.counters is None
+    assert counters_of(draft) == whole.counters
+    assert figures(draft, None)["tokens_per_second"].count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_sweep_becomes_a_schedule_that_a_real_server_keeps(by_heart, prompts_file, registry, tmp_path):
+    """What is best on this machine is not known: the steps are taken from a sweep that was, and one of ours."""
+    asked = settings(by_heart, prompts_file, max_prompts=4, warm_up=0)
+    sweep = run_sweep(asked, {"tokens": (1, 3), "concurrency": (2,)}, registry, tmp_path / "sweep")
+    assert sweep.complete
+    assert [(each.tokens, each.concurrency, each.reason) for each in sweep.points] == [(1, 2, None), (3, 2, None)]
+    lengths = [each.acceptance_length for each in sweep.points]
+    assert 1 < lengths[0] <= 2 < lengths[1] <= 4
+    assert serve_command(by_heart.folder, registry, plan=tmp_path / "sweep" / "plan.json").schedule == sweep.plan
+
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(as_plan([Step(1, 1, 3), Step(2, NO_END, 1)])))
+    command = serve_command(by_heart.folder, registry, plan=plan).command
+    options = command[command.index("--speculative-config") :]
+    with real_server(by_heart, tmp_path / "log", options) as address:
+        drafted = {}
+        for load in (1, 4):
+            served = attrs.evolve(asked, concurrency=load, servers={str(by_heart.folder): address}, max_prompts=None)
+            (method,) = evaluate(served, registry, tmp_path / f"load-{load}").methods
+            counted = counters_of(method)
+            drafted[load] = counted.drafted / counted.drafts
+    assert drafted[1] == 3
+    # The last answers of four at once have the server for themselves.
+    assert 1 <= drafted[4] < 2
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------
@@ -582,6 +716,13 @@ def test_in_a_real_vllm(by_heart, prompts_file, registry, tmp_path):
     assert served.losslessness.identical == 8
     assert figures(served, none)["acceptance_length"] > 1.5
     assert figures(served, none)["speed_up"].count == 1
+    for method in (none, served, ngram):
+        (made,) = method.repetitions
+        spent = made.verify_seconds + (made.draft_seconds or 0.0)
+        assert (made.draft_seconds is None) == (method is none)
+        assert 0.2 * made.seconds < spent <= made.seconds
+    # A head with a forward pass for each token costs more than looking a sequence up.
+    assert figures(served, none)["drafting_share"].median > figures(ngram, none)["drafting_share"].median > 0
     times = [request.times for request in served.repetitions[0].requests]
     assert all(0 < each.first_token < each.last_token for each in times)
     with contextlib.suppress(FileNotFoundError):

@@ -108,6 +108,9 @@ def test_the_csv_has_a_line_for_each_method_and_category(evaluation):
     ]
     draft = rows[3]
     assert float(draft["speed_up"]) == 2.75
+    assert float(draft["round_cost"]) == pytest.approx(2.25 / 2.75)
+    assert (float(draft["drafting_share"]), float(draft["verifying_share_high"])) == (0.25, 0.5)
+    assert rows[0]["drafting_share"] == ""
     assert [float(share) for share in draft["acceptance_per_position"].split()] == [0.75, 0.5]
     assert rows[0]["acceptance_length"] == ""
     assert rows[6]["reason"] == "arctic-inference is not installed"

@@ -35,7 +35,11 @@ def test_a_row_has_a_cell_for_each_column():
         "first token, ms": "300 (200–400)",
         "per token, ms": "607.5 (405.0–810.0)",
         "identical": "1/2",
+        "drafting, % of time": "25.0",
+        "verifying, % of time": "50.0",
+        "round costs steps": "0.82",
     }
+    assert method_cells(none, none)[10:] == ["", "50.0", ""]
     assert method_cells(none, none)[2:5] == ["", "", ""]
     assert method_cells(missing, none)[:3] == ["suffix", "", "not measured"]
     assert len(method_cells(missing, none)) == len(COLUMNS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 
 import attrs
@@ -231,6 +232,30 @@ def test_json_is_one_object_a_line(serve, evaluated, capsys):
     assert value["server"] == badly
     assert value["sample"]["rounds"] == 300
     assert [each["kind"] for each in value["alarms"]] == ["acceptance"]
+
+
+def test_a_terminal_shows_a_table_that_is_drawn_anew(serve, evaluated, monkeypatch, capsys):
+    well, badly = serve(growing([3, 2] * ENOUGH)), serve(growing([1, 0, 0] * ENOUGH))
+    answers, answer = itertools.count(), growing([1])
+    going = serve(lambda: answer() if next(answers) < 2 else (503, ""))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    pauses = iter([None, None])
+
+    def pause(seconds):
+        if next(pauses, "last") == "last":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftsmith.cli.watch.time.sleep", pause)
+    main(["watch", well, badly, going, "--evaluation", str(evaluated)])
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert "acceptance length" in shown
+    assert re.search(rf"{well} +3\.50 +100 100 50", shown)
+    assert shown.count(f"{well} ") >= 2
+    assert f"{badly}: alarm: acceptance length 1.33, 2.25 when it was evaluated" in shown
+    assert "lower the tokens a round to 1" in shown
+    assert f"{going}: answers 503" in shown
 
 
 def test_a_server_that_goes_away_is_told_and_the_others_go_on(serve, capsys):

@@ -31,6 +31,8 @@ def repetition(seconds: float, *, drafts: bool) -> Repetition:
         requests=tuple(request(prompt, each, seconds) for prompt, each in enumerate(rounds)),
         seconds=seconds,
         load_seconds=3.0,
+        draft_seconds=seconds / 4 if drafts else None,
+        verify_seconds=seconds / 2,
     )
 
 

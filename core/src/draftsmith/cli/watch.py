@@ -6,10 +6,11 @@ The exit code of --once is 1 where there is an alarm, or a server cannot be read
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from draftsmith.cli import common
 from draftsmith.errors import DataError, ServingError, UserError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from draftsmith.serving.watch import Alarm, Expectation, Sample
 
 __all__ = ["configure", "execute"]
@@ -86,14 +89,15 @@ def execute(arguments: argparse.Namespace) -> int:
             read_metrics(url)  # what is no such server now will not become one
     for server in servers:
         server.read()
-    while True:
-        time.sleep(arguments.every)
-        for server in servers:
-            server.read()
-        states = [server.state(expectations, arguments.below) for server in servers]
-        _tell(states, as_json=arguments.json)
-        if arguments.once:
-            return int(any(state["alarms"] or state["trouble"] for state in states))
+    with _teller(as_json=arguments.json, once=arguments.once) as tell:
+        while True:
+            time.sleep(arguments.every)
+            for server in servers:
+                server.read()
+            states = [server.state(expectations, arguments.below) for server in servers]
+            tell(states)
+            if arguments.once:
+                return int(any(state["alarms"] or state["trouble"] for state in states))
 
 
 def _expectations(folders: Sequence[Path]) -> list[Expectation]:
@@ -114,19 +118,73 @@ def _expectations(folders: Sequence[Path]) -> list[Expectation]:
     return found
 
 
-def _tell(states: Sequence[dict[str, Any]], *, as_json: bool) -> None:
-    if as_json:
-        from attrs import asdict
+@contextlib.contextmanager
+def _teller(*, as_json: bool, once: bool) -> Iterator[Callable[[Sequence[dict[str, Any]]], None]]:
+    """How the servers' states are told: objects, a table that is drawn anew on a terminal, lines else."""
+    from rich.console import Console
 
-        for state in states:
-            plain = {
-                **state,
-                "time": time.time(),
-                "sample": state["sample"].plain() if state["sample"] else None,
-                "alarms": [asdict(each) for each in state["alarms"]],
-            }
-            print(json.dumps(plain), flush=True)
+    console = Console()
+    if as_json or once or not console.is_terminal:
+        yield _tell_json if as_json else _tell_lines
         return
+    from rich.live import Live
+
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda states: live.update(_table(states), refresh=True)
+
+
+def _tell_json(states: Sequence[dict[str, Any]]) -> None:
+    from attrs import asdict
+
+    for state in states:
+        plain = {
+            **state,
+            "time": time.time(),
+            "sample": state["sample"].plain() if state["sample"] else None,
+            "alarms": [asdict(each) for each in state["alarms"]],
+        }
+        print(json.dumps(plain), flush=True)
+
+
+def _table(states: Sequence[dict[str, Any]]) -> RenderableType:
+    """A line for each server, and its alarms below."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=time.strftime("%H:%M:%S"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("server", overflow="fold")
+    for heading in ("acceptance length", "by position, %", "drafted/s", "accepted/s", "tokens/s", "running", "waiting",
+                    "rounds"):  # fmt: skip
+        table.add_column(heading, justify="right")
+    below = []
+    for state in states:
+        sample: Sample | None = state["sample"]
+        if sample is None or sample.acceptance_length is None:
+            table.add_row(state["server"])
+            below.append(Text(f"{state['server']}: {_line(state)}"))
+        else:
+            table.add_row(
+                state["server"],
+                f"{sample.acceptance_length:.2f}",
+                _shares(sample),
+                f"{sample.drafted_per_second:.0f}",
+                f"{sample.accepted_per_second:.0f}",
+                f"{sample.tokens_per_second:.0f}",
+                str(sample.running),
+                str(sample.waiting),
+                str(sample.rounds),
+            )
+            if state["restarted"]:
+                below.append(Text(f"{state['server']}: started anew"))
+        for alarm in state["alarms"]:
+            below.append(Text(f"{state['server']}: alarm: {alarm.what}", style="bold red"))
+            below.append(Text(f"  → {alarm.hint}"))
+    return Group(table, *below)
+
+
+def _tell_lines(states: Sequence[dict[str, Any]]) -> None:
     for state in states:
         print(f"{time.strftime('%H:%M:%S')} {state['server']}: {_line(state)}", flush=True)
         for alarm in state["alarms"]:
@@ -140,15 +198,18 @@ def _line(state: dict[str, Any]) -> str:
     again = "started anew; " if state["restarted"] else ""
     if sample is None or sample.acceptance_length is None:
         return f"{again}nothing was drafted"
-    shares = " ".join("–" if share is None else f"{100 * share:.0f}" for share in sample.acceptance_per_position)
     parts = [
-        f"acceptance length {sample.acceptance_length:.2f} ({shares} % by position)",
+        f"acceptance length {sample.acceptance_length:.2f} ({_shares(sample)} % by position)",
         f"{sample.drafted_per_second:.0f} drafted/s, {sample.accepted_per_second:.0f} accepted/s",
         f"{sample.tokens_per_second:.0f} tokens/s",
         f"{sample.running} running, {sample.waiting} waiting",
         f"{sample.rounds} rounds in {sample.seconds:.0f} s",
     ]
     return again + "; ".join(parts)
+
+
+def _shares(sample: Sample) -> str:
+    return " ".join("–" if share is None else f"{100 * share:.0f}" for share in sample.acceptance_per_position)
 
 
 def _alarm(alarm: Alarm) -> None:

@@ -4,6 +4,7 @@
     CHECKPOINT              a draft's folder that an installed plugin reads
     METHOD                  a method of the installed vLLM that needs no further model, or the verifier's own head
     METHOD:MODEL            a method of the installed vLLM, with the folder (or hub name) of its model
+    METHOD[:MODEL]:KEY=VALUE    the same with options of its own, as many as wanted (``ngram:prompt_lookup_max=4``)
 
 What this vLLM or this machine cannot serve keeps its place in the tables, with the reason.
 """
@@ -11,6 +12,7 @@ What this vLLM or this machine cannot serve keeps its place in the tables, with 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from draftsmith.checkpoint.exported import CONFIG, open_format, read_config, sch
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.evaluation.results import BASELINE
 from draftsmith.evaluation.server import check_server
-from draftsmith.serving.vllm_models import speculative_methods
+from draftsmith.serving.vllm_models import speculative_keys, speculative_methods
 from draftsmith.serving.vllm_process import missing_v2_runner, required_environment, vllm_version
 from draftsmith.speculators import trained_tokens
 
@@ -44,6 +46,8 @@ __all__ = [
 
 #: Methods of vLLM that need a package of their own: method → (module, distribution).
 _PACKAGES = {"suffix": ("arctic_inference", "arctic-inference")}
+#: An option of a method, at the end of its name.
+_OPTION = re.compile(r"(?P<key>[a-z][a-z_]*)=(?P<value>[^/]+)")
 #: Methods of vLLM that never start without a model of their own.
 _NEEDS_MODEL = ("draft_model",)
 
@@ -235,7 +239,8 @@ def _unknown_to_vllm(method: str) -> str | None:
 
 
 def _of_vllm(name: str, tokens: int, sampling: Mapping[str, Any]) -> MethodPlan:
-    method, _, model = name.partition(":")
+    bare, options = _options(name)
+    method, _, model = bare.partition(":")
     if "/" in method or Path(name).expanduser().exists():
         raise UserError(
             f"{name!r} is no draft's folder",
@@ -243,7 +248,7 @@ def _of_vllm(name: str, tokens: int, sampling: Mapping[str, Any]) -> MethodPlan:
             hint=f"a smaller model of the same vocabulary drafts as draft_model:{name}; "
             "other formats are named as METHOD:FOLDER",
         )
-    config: dict[str, Any] = {"method": method, "num_speculative_tokens": tokens}
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": tokens, **options}
     if model:
         local = Path(model).expanduser()
         if not local.exists() and model.startswith((".", "/", "~")):
@@ -256,4 +261,32 @@ def _of_vllm(name: str, tokens: int, sampling: Mapping[str, Any]) -> MethodPlan:
         module, distribution = _PACKAGES[method]
         if importlib.util.find_spec(module) is None:
             reason = f"{distribution} is not installed, which vLLM needs for it"
-    return MethodPlan(name=name, num_speculative_tokens=tokens, speculative_config=config, reason=reason)
+    return MethodPlan(
+        name=name,
+        num_speculative_tokens=config["num_speculative_tokens"],
+        speculative_config=config,
+        reason=reason,
+    )
+
+
+def _options(name: str) -> tuple[str, dict[str, Any]]:
+    """A name without its options, and those as vLLM's ``speculative_config`` takes them.
+
+    Raises:
+        UserError: the installed vLLM has no such key, or the value is no YAML.
+    """
+    import yaml
+
+    parts = name.split(":")
+    options: dict[str, Any] = {}
+    while len(parts) > 1 and (match := _OPTION.fullmatch(parts[-1])):
+        key, known = match["key"], speculative_keys()
+        if known is not None and key not in known:
+            near = did_you_mean(key, known)
+            raise UserError(f"vLLM {vllm_version()} has no option {key!r}", where=f"--against {name}", hint=near)
+        try:
+            options = {key: yaml.safe_load(match["value"]), **options}
+        except yaml.YAMLError as error:
+            raise UserError(f"the value of {key} is no YAML: {error}", where=f"--against {name}") from error
+        parts.pop()
+    return ":".join(parts), options

@@ -20,7 +20,12 @@ Times are those of a request: *started* is when the engine began with it (in pro
     tokens/s of a request        tokens / (last token - started)
     tokens/s in all              tokens of all requests / wall clock of the repetition
     speed-up                     tokens/s in all, over that of the baseline in the same repetition
+    drafting share               seconds in which the worker proposed tokens / wall clock of the repetition
+    verifying share              seconds of the worker's other work in its steps / wall clock of the repetition
+    cost of a round              acceptance length / speed-up: plain steps that a round takes the time of
 
+The worker's steps run the verifier over new prompts and over drafts, and sample. What the two shares leave of 1 is the
+engine's: scheduling, text, waiting for the worker.
 Over requests the median is told, over repetitions the median with the lowest and the highest.
 """
 

@@ -36,12 +36,15 @@ FIGURES = (
     "time_to_first_token",
     "inter_token_latency",
     "speed_up",
+    "drafting_share",
+    "verifying_share",
+    "round_cost",
     "identical",
     "lossless",
 )
 _BY_POSITION = ("acceptance_per_position", "conditional_acceptance")
 _FORM = re.compile(
-    r"\s*(?:(?P<method>[^<>=]+?)\s*:\s*)?(?P<figure>[A-Za-z_]+)\s*(?:\[(?P<position>\d+)\])?"
+    r"\s*(?:(?P<method>[^<>]+?)\s*:\s*)?(?P<figure>[A-Za-z_]+)\s*(?:\[(?P<position>\d+)\])?"
     r"\s*(?P<operator>>=|<=|==|>|<)\s*(?P<value>\S+)\s*"
 )
 _HINT = "such as acceptance_length>=2.1, acceptance_per_position[1]>=0.6 or METHOD:speed_up>1"

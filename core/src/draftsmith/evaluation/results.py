@@ -118,6 +118,8 @@ class Repetition:
         counters: of the engine, over all requests; None where nothing is drafted.
         seconds: wall clock from the first request to the last answer; None where it was not timed.
         load_seconds: until the engine was ready; None for a server.
+        draft_seconds: of *seconds*, in the draft; None for a server, and where nothing is drafted.
+        verify_seconds: of *seconds*, in the verifier's steps; None for a server.
         complete: False where a server went away meanwhile: the answers that were complete, and no counters.
     """
 
@@ -126,6 +128,8 @@ class Repetition:
     seconds: float | None = None
     load_seconds: float | None = None
     complete: bool = True
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -229,6 +233,32 @@ def _rate(repetition: Repetition) -> float | None:
     return tokens_per_second(repetition.tokens, repetition.seconds)
 
 
+def _share(part: Callable[[Repetition], float | None]) -> Callable[[Repetition], float | None]:
+    """Of the wall clock of a repetition."""
+
+    def of_repetition(repetition: Repetition) -> float | None:
+        seconds = part(repetition)
+        return seconds / repetition.seconds if seconds is not None and repetition.seconds else None
+
+    return of_repetition
+
+
+def _round_cost(method: Method, baseline: Method | None) -> Spread | None:
+    """Steps of the verifier alone that a round takes the time of, repetition by repetition."""
+    if baseline is None:
+        return None
+    return spread(
+        length * plain / rate
+        for length, rate, plain in zip(
+            map(_acceptance_length, method.repetitions),
+            map(_rate, method.repetitions),
+            map(_rate, baseline.repetitions),
+            strict=False,
+        )
+        if length is not None and rate and plain is not None
+    )
+
+
 def speed_up_over_baseline(method: Method, baseline: Method | None) -> Spread | None:
     """Tokens/s in all over the baseline's, repetition by repetition."""
     if baseline is None:
@@ -262,6 +292,9 @@ def figures(method: Method, baseline: Method | None, prompts: frozenset[int] | N
         found["acceptance_length_spread"] = _over_repetitions(method, _acceptance_length)
         found["tokens_per_second"] = _over_repetitions(method, _rate)
         found["speed_up"] = speed_up_over_baseline(method, baseline)
+        found["drafting_share"] = _over_repetitions(method, _share(lambda each: each.draft_seconds))
+        found["verifying_share"] = _over_repetitions(method, _share(lambda each: each.verify_seconds))
+        found["round_cost"] = _round_cost(method, baseline)
         if method.losslessness is not None:
             found["identical"] = method.losslessness.identical
             found["lossless"] = method.losslessness.lossless
@@ -325,7 +358,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 #: Figures of a method over repetitions, which the table tells with their spread.
 _SPREADS = ("tokens_per_second", "speed_up", "tokens_per_second_per_request", "time_to_first_token",
-            "inter_token_latency")  # fmt: skip
+            "inter_token_latency", "drafting_share", "verifying_share", "round_cost")  # fmt: skip
 _COUNTS = ("rounds", "drafted", "accepted", "acceptance_length", "draft_acceptance_rate")
 CSV_COLUMNS = (
     "method",

@@ -365,6 +365,7 @@ def _run(job: _Job, engine: Mapping[str, Any], method: MethodPlan, repetition: i
         sampling=job.settings.sampling(),
         rounds=drafts,
         warm_up=_warm_up(job),
+        clocks=True,
     )
     return run_engines([request], job.folder / "vllm", required=method.required, progress=report)[name]
 
@@ -389,6 +390,8 @@ def _repetition(result: EngineResult, *, outputs: bool) -> Repetition:
         ),
         seconds=result.generate_seconds,
         load_seconds=result.load_seconds,
+        draft_seconds=result.draft_seconds,
+        verify_seconds=result.verify_seconds,
     )
 
 

@@ -36,9 +36,12 @@ COLUMNS = (
     "first token, ms",
     "per token, ms",
     "identical",
+    "drafting, % of time",
+    "verifying, % of time",
+    "round costs steps",
 )
-#: Places in :data:`COLUMNS` of the two tables that a terminal has room for.
-_ACCEPTANCE, _SPEED = (0, 1, 2, 3, 4, 9), (0, 5, 6, 7, 8)
+#: Places in :data:`COLUMNS` of the tables that a terminal has room for.
+_ACCEPTANCE, _SPEED, _TIME = (0, 1, 2, 3, 4, 9), (0, 5, 6, 7, 8), (0, 10, 11, 12)
 #: Positions accepted more seldom than this are not compared: their counts are too few.
 RARE = 0.05
 #: How far two counts of one position may be apart, relatively.
@@ -73,6 +76,9 @@ def method_cells(method: Method, baseline: Method | None) -> list[str]:
         _spread(found["time_to_first_token"], 1000, 0),
         _spread(found["inter_token_latency"], 1000, 1),
         identical,
+        _spread(found["drafting_share"], 100),
+        _spread(found["verifying_share"], 100),
+        _spread(found["round_cost"], digits=2),
     ]
 
 
@@ -109,9 +115,10 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     baseline = evaluation.method(BASELINE)
     rows = [method_cells(each, baseline) for each in evaluation.methods]
     _print_table(console, _title(evaluation), _ACCEPTANCE, rows)
-    timed = [row for row in rows if any(row[place] for place in _SPEED[1:])]
-    if timed:
-        _print_table(console, "Speed: median (lowest–highest) of the repetitions", _SPEED, timed)
+    for title, places in (("Speed", _SPEED), ("Where the time goes", _TIME)):
+        timed = [row for row in rows if any(row[place] for place in places[1:])]
+        if timed:
+            _print_table(console, f"{title}: median (lowest–highest) of the repetitions", places, timed)
     drafting = [each for each in evaluation.methods if counters_of(each) is not None]
     if len(evaluation.categories) > 1 and drafting:
         by_category = _table("Acceptance length by category")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.serving.vllm_timing import EXTENSION
 from draftsmith.stages import write_json_atomically
 
 PREFIX = "vllm:spec_decode_num_"
@@ -42,10 +43,13 @@ def _run(job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
     # vLLM's own counters know no prompts.
     detail = "detailed" if job["rounds"] else "summary" if job["groups"] else None
     counted = {"per_request_spec_decode_metrics": detail} if detail else {}
-    llm = LLM(**job["engine"], **counted)
+    # Whoever mixes something of his own into the workers goes without the clocks.
+    timed = job["clocks"] and "worker_extension_cls" not in job["engine"]
+    clocks = {"worker_extension_cls": EXTENSION} if timed else {}
+    llm = LLM(**job["engine"], **counted, **clocks)
     loaded = time.monotonic()
     try:
-        generated = _generate(llm, job, ticks)
+        generated = _generate(llm, job, ticks, timed=timed)
         generated["eos_token_ids"] = _eos_token_ids(llm)
         generated["load_seconds"] = round(loaded - started, 2)
         return generated
@@ -57,13 +61,15 @@ def _run(job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
         cleanup_dist_env_and_memory()
 
 
-def _generate(llm: Any, job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
+def _generate(llm: Any, job: Mapping[str, Any], ticks: Path, *, timed: bool) -> dict[str, Any]:
     """Answer all prompts at once. vLLM's counters only grow, so this engine's are a difference of two readings."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(**job["sampling"])
     if job["warm_up"]:
         llm.generate([{"prompt_token_ids": prompt} for prompt in job["warm_up"]], sampling, use_tqdm=False)
+    if timed:
+        llm.collective_rpc("draftsmith_start_clocks")
     before = _read_counters(llm)
     started = time.monotonic()
     answers = llm.generate(
@@ -84,7 +90,14 @@ def _generate(llm: Any, job: Mapping[str, Any], ticks: Path) -> dict[str, Any]:
         "rounds": [_rounds(each.spec_decode_metrics) for each in completions] if job["rounds"] else [],
         "times": [_times(answer.metrics) for answer in answers],
         "generate_seconds": round(seconds, 4),
+        "clocks": _read_clocks(llm) if timed else None,
     }
+
+
+def _read_clocks(llm: Any) -> dict[str, float | None]:
+    """Of the worker that drafts, where there are several; they step together."""
+    found: list[dict[str, float | None]] = llm.collective_rpc("draftsmith_read_clocks")
+    return max(found, key=lambda each: each["drafting"] or 0.0)
 
 
 def _rounds(metrics: Any) -> list[tuple[int, int]]:

@@ -124,6 +124,7 @@ class EngineRequest:
             that drafts.
         rounds: keep each request's rounds as well. For an engine that drafts.
         warm_up: prompts that are answered before, and neither counted nor timed.
+        clocks: time drafting and verifying.
     """
 
     name: str
@@ -133,6 +134,7 @@ class EngineRequest:
     groups: Sequence[str] | None = None
     rounds: bool = False
     warm_up: Sequence[Sequence[int]] = ()
+    clocks: bool = False
 
 
 @frozen(kw_only=True)
@@ -150,6 +152,8 @@ class EngineResult:
             where the engine does not say.
         load_seconds: wall clock until the engine was ready.
         generate_seconds: wall clock from handing over the prompts to the last answer, warm-up left out.
+        draft_seconds: of these, in the draft; None where nothing was drafted, or not timed.
+        verify_seconds: of these, in the steps of the verifier, prefill and sampling included; None where not timed.
     """
 
     name: str
@@ -162,6 +166,8 @@ class EngineResult:
     times: tuple[tuple[float, float] | None, ...] = ()
     load_seconds: float = 0.0
     generate_seconds: float = 0.0
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
 
 
 def vllm_version() -> str | None:
@@ -396,6 +402,8 @@ def _counters(value: Mapping[str, Any] | None) -> DraftCounters | None:
 def _read_result(name: str, path: Path) -> EngineResult:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        clocks = value.get("clocks") or {}
+        drafting, steps = clocks.get("drafting"), clocks.get("steps")
         by_group = {group: _counters(counters) for group, counters in value["counters_by_group"].items()}
         return EngineResult(
             name=name,
@@ -408,6 +416,8 @@ def _read_result(name: str, path: Path) -> EngineResult:
             times=tuple(None if each is None else (each[0], each[1]) for each in value["times"]),
             load_seconds=value["load_seconds"],
             generate_seconds=value["generate_seconds"],
+            draft_seconds=drafting,
+            verify_seconds=None if steps is None else steps - (drafting or 0.0),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServingError(

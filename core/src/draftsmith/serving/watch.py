@@ -134,12 +134,12 @@ def expectation(evaluation: Evaluation, method: str | None = None) -> Expectatio
     if chosen is None:
         return None
     found = figures(chosen, evaluation.method(BASELINE))
-    length, gained = found["acceptance_length"], found.get("speed_up")
+    length, cost = found["acceptance_length"], found["round_cost"]
     if length is None:
         return None
     return Expectation(
         acceptance_length=length,
-        break_even=length / gained.median if gained is not None and gained.median > 0 else None,
+        break_even=None if cost is None else cost.median,
         concurrency=int(evaluation.settings.get("concurrency", 1)),
     )
 
