@@ -17,6 +17,10 @@ from draftsmith.testing.verifiers import make_tiny_verifier
 pytestmark = pytest.mark.slow
 
 EXAMPLES = sorted(path.parent for path in (Path(__file__).parent.parent / "examples").glob("*/pyproject.toml"))
+#: Observers, and the tracker that each needs: none of this environment's, so that it is installed for the test.
+TRACKERS = {"draftsmith-mlflow": "mlflow-skinny", "draftsmith-wandb": "wandb"}
+#: What needs nothing else.
+ALONE = [path for path in EXAMPLES if path.name not in TRACKERS]
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +34,25 @@ def test_there_are_examples() -> None:
     assert {"draftsmith-focal", "draftsmith-medusa", "draftsmith-toy"} <= {path.name for path in EXAMPLES}
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("example", ALONE, ids=lambda path: path.name)
 def test_its_own_tests_pass(outsider: Outsider, example: Path) -> None:
     done = outsider.pytest(example / "tests")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_an_observer_passes_its_own_tests_with_the_real_tracker(name: str, tmp_path: Path) -> None:
+    environment = Outsider(tmp_path)
+    (example,) = [each for each in EXAMPLES if each.name == name]
+    environment.install(example)
+    found = environment.run(
+        "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1", TRACKERS[name]
+    )
+    if found.returncode != 0:
+        pytest.skip(f"{TRACKERS[name]} cannot be installed here: {found.stderr.strip().splitlines()[-1]}")
+    done = environment.pytest(example / "tests")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

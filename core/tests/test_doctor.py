@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import textwrap
+from pathlib import Path
 
 import pytest
 
 import draftsmith
 from draftsmith import doctor
+from draftsmith.capture.plan import STATISTICS_BYTES, human_bytes
 from draftsmith.cli import main
+from draftsmith.config.load import load_recipe
+from draftsmith.config.resolve import resolve
+from draftsmith.needs import examine_run, training_bytes
 from draftsmith.plugins import load_plugins
 
 
@@ -139,3 +145,166 @@ def test_devices_are_told_with_their_memory(site):
     install_torch(site, cuda="12.8", gpus=2)
     assert [each.what for each in remarks("device")] == ["NVIDIA H200, 140 GiB"] * 2
     assert remarks("torch")[-1].what == "1.2.3, for CUDA 12.8"
+
+
+# --- what vLLM serves ---------------------------------------------------------------------------------------------
+
+
+def tinker_that(tinker, declares):
+    path = tinker.folder / "fake_tinker.py"
+    path.write_text(path.read_text().replace('mask="causal",', f'mask="causal", {declares},'))
+
+
+@pytest.fixture
+def serving(tinker, monkeypatch):
+    """What is said of a plugin's algorithm that declares so and so, by a vLLM with two methods."""
+
+    def said(declares, methods=frozenset({"eagle3", "mtp"})):
+        monkeypatch.setattr(doctor, "speculative_methods", lambda: methods)
+        tinker_that(tinker, declares)
+        return list(doctor._served(load_plugins()))
+
+    return said
+
+
+def test_an_algorithm_is_served_where_vllm_has_its_method(serving):
+    (remark,) = serving('vllm_methods=("eagle3",)')
+    assert (remark.severity, remark.hint) == ("fine", "")
+    assert remark.what == "tinker is served by this vLLM as it is (method eagle3)"
+
+
+def test_a_method_that_this_vllm_lacks_is_a_warning(serving):
+    (remark,) = serving('vllm_methods=("eagle3", "ngram_tree")')
+    assert remark.severity == "warning"
+    assert "no method ngram_tree, and will not serve its drafts" in remark.what
+    assert remark.hint == "upgrade vLLM, or read the README of draftsmith-tinker"
+
+
+def test_an_algorithm_that_registers_itself_needs_the_plugin_in_vllm(serving, monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    (remark,) = serving('vllm_registration="nowhere:register"')
+    assert remark.severity == "fine"
+    assert "served through draftsmith's vLLM plugin" in remark.what
+    assert "wherever vLLM runs" in remark.hint
+    monkeypatch.setenv("VLLM_PLUGINS", "other, more")
+    (remark,) = list(doctor._served(load_plugins()))
+    assert remark.severity == "warning"
+    assert "VLLM_PLUGINS leaves it out" in remark.what
+    monkeypatch.setenv("VLLM_PLUGINS", "other, draftsmith")
+    (remark,) = list(doctor._served(load_plugins()))
+    assert remark.severity == "fine"
+
+
+def test_an_algorithm_that_says_nothing_of_vllm_is_told_so(serving):
+    (remark,) = serving("full_vocabulary=True")
+    assert remark.what == "tinker does not say how vLLM serves it"
+
+
+def test_without_vllm_nothing_is_said_of_serving(serving):
+    assert serving('vllm_methods=("eagle3",)', methods=None) == []
+
+
+# --- what a recipe takes ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toy(tmp_path, verifier_folder, monkeypatch):
+    """``toy(changes)``: a resolved run of the toy algorithm, through a transport with room for so many bytes."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "toy"))
+    case = importlib.import_module("draftsmith_toy.case")
+    recipe = case.write_recipe(tmp_path, verifier_folder, conversations=12)
+
+    def make(*changes, free=None):
+        from draftsmith_toy.transport import Files
+
+        monkeypatch.setattr(Files, "free_bytes", lambda self: free)
+        return resolve(load_recipe(recipe, changes), load_plugins())
+
+    make.recipe = recipe
+    return make
+
+
+def of_disk(run):
+    (found,) = [each for each in examine_run(run) if each.about == "disk"]
+    return found
+
+
+#: What the toy's states take: three ids of 64 numbers in bfloat16 and a token id for a token, and something a sample.
+TOKEN, SAMPLE = 3 * 64 * 2 + 8, 256
+
+
+def test_before_the_rows_are_prepared_a_token_and_a_row_are_told(toy):
+    said = of_disk(toy())
+    assert said.what.startswith(f"{TOKEN + SAMPLE // 128} B of hidden states a token, ")
+    assert " a row of 128" in said.what
+    assert "`draftsmith prepare`" in said.hint
+
+
+def test_states_of_the_prepared_rows_are_held_against_the_room_for_them(toy):
+    from draftsmith.data.dataset import open_prepared
+    from draftsmith.data.prepare import run_prepare
+
+    run = toy()
+    run_prepare(run)
+    data = open_prepared(run.folders.prepared)
+    lengths = [*data.train.lengths, *data.validation.lengths]
+    needed = sum(lengths) * (TOKEN + STATISTICS_BYTES) + len(lengths) * SAMPLE
+    said = of_disk(toy())
+    assert said.what.startswith(f"{len(lengths)} rows, {sum(lengths)} tokens, {human_bytes(needed)} of hidden states")
+    assert said.what.endswith("the transport 'toy-files' does not say how much it has room for")
+    assert of_disk(toy(free=2 * needed)).severity == "fine"
+    error = of_disk(toy(free=needed - 1))
+    assert error.severity == "error"
+    assert "capture.mode: online" in error.hint
+
+
+def test_online_the_window_alone_must_find_room(toy):
+    window = 4 * (128 * (TOKEN + STATISTICS_BYTES) + SAMPLE)
+    online = ("capture.mode=online", "online.ahead=4")
+    said = of_disk(toy(*online, free=2 * window))
+    assert said.severity == "fine"
+    assert said.what.startswith(f"{human_bytes(window)} of hidden states, of 4 rows that may wait (online.ahead)")
+    error = of_disk(toy(*online, free=window - 1))
+    assert error.severity == "error"
+    assert error.hint.startswith("lower online.ahead (4)")
+
+
+def test_memory_is_held_against_that_of_the_device(toy):
+    run = toy()
+    weights = sum(path.stat().st_size for path in run.verifier.path.glob("*.safetensors"))
+    fine = [each for each in examine_run(run, (2**40,)) if each.about == "memory"]
+    assert [each.severity for each in fine] == ["fine", "fine"]
+    assert fine[0].what.startswith(f"capture holds the verifier's weights, {human_bytes(weights)} in its files")
+    small = [each for each in examine_run(run, (weights - 1,)) if each.about == "memory"]
+    assert small[0].severity == "error"
+    assert "draftsmith capture serve" in small[0].hint
+    needed = training_bytes(run)
+    for memory, severity in ((needed - 1, "error"), (needed + needed // 10, "warning")):
+        training = list(examine_run(run, (memory,)))[-1]
+        assert training.severity == severity
+        assert "train.tokens_per_row" in training.hint
+    elsewhere = toy("capture.mode=online", "online.endpoints=[http://far:8000]")
+    assert len([each for each in examine_run(elsewhere, (2**40,)) if each.about == "memory"]) == 1
+
+
+def test_training_takes_more_where_rows_are_longer(toy):
+    run = toy()
+    longer = toy("train.tokens_per_row=512")
+    # Three ids of 64 numbers in bfloat16, and in the dtype of the computation.
+    assert training_bytes(longer) - training_bytes(run) == (512 - 256) * 3 * 64 * (2 + 4)
+    assert training_bytes(run) > run.verifier.vocab_size * run.verifier.hidden_size * 4
+
+
+@pytest.mark.slow
+def test_a_recipe_is_told_after_the_machine_and_its_mistakes_are_errors(toy, capsys):
+    code = main(["doctor", str(toy.recipe)])
+    out = capsys.readouterr().out
+    machine, _, recipe = out.partition(f"\n{toy.recipe}:\n")
+    assert "Python:" in machine
+    assert "of hidden states a token" in recipe
+    assert code == int(any(line.startswith("ERROR") for line in out.splitlines()))
+    toy.recipe.write_text(toy.recipe.read_text().replace("algorithm: toy", "algorithm: tou"))
+    assert main(["doctor", str(toy.recipe)]) == 2
+    assert "did you mean 'toy'?" in capsys.readouterr().err
+    assert main(["doctor", "--set", "train.epochs=1"]) == 2
+    assert "none is named" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from draftsmith.cli import main
@@ -133,3 +135,18 @@ def test_everything_built_in_passes(capsys):
     for item in ("loss ce", "loss sum", "mask anchored", "mask chained"):
         assert f"{item}  (draftsmith " in out
     assert "plugin builtin" not in out
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [({"torch", "transformers"}, "torch and transformers, which are"), ({"pytest"}, "pytest, which is")],
+)
+def test_what_the_kit_needs_is_told_where_it_is_missing(site, capsys, monkeypatch, gone, said):
+    install(site)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else found(name, *rest))
+    assert main(["plugins", "check", "fancy"]) == 2
+    printed = capsys.readouterr().err
+    assert f"the conformance kit needs {said} not installed" in printed
+    assert "pip install 'draftsmith[train,test]'" in printed
+    assert "Traceback" not in printed

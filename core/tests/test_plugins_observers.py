@@ -100,7 +100,7 @@ def test_an_observer_that_raises_is_logged_once_and_switched_off(site, tmp_path,
     assert [each for each in seen if each[0] == "fragile"] == [("fragile", 1)]
     assert [each[1] for each in seen if each[0] == "tracker"] == [1, 2, 3]
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "'fragile'" in message
+    assert "observer 'fragile' (draftsmith-watch 1.0) fails in draftsmith_step_finished and is switched off" in message
     assert "out of paper" in message
 
 

@@ -336,6 +336,8 @@ class Algorithm(Item):
             ``--explain`` and in the model card. Asked once ``check`` finds nothing; torch-free.
         max_speculative_tokens: ``options -> K``, the number of tokens that the trained draft may serve.
         window: ``options -> W`` of the mask rule, or None (the default): no window.
+        vllm_methods: the methods of vLLM's ``speculative_config`` that its drafts are served by; a vLLM must have them
+            all. ``draftsmith doctor`` compares them with what is installed. Empty (the default): not said.
         full_vocabulary: the draft proposes every token of the verifier's; a recipe that reduces it is refused.
         vllm_registration: ``"module:function"`` called in vLLM's processes for an algorithm unknown to vLLM.
     """
@@ -357,6 +359,7 @@ class Algorithm(Item):
     window: Callable[[Any], int | None] = _no_window
     full_vocabulary: bool = False
     vllm_registration: str | None = None
+    vllm_methods: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)

@@ -22,6 +22,7 @@ from attrs import frozen
 from draftsmith import __version__
 from draftsmith.api import PROJECT_NAME
 from draftsmith.plugins.discovery import normalize
+from draftsmith.serving.vllm_models import speculative_methods
 
 if TYPE_CHECKING:
     from draftsmith.plugins import PluginRegistry
@@ -43,12 +44,13 @@ print(json.dumps(found))
 
 @frozen(kw_only=True)
 class Remark:
-    """One line of the answer. *hint*: what to do, where something is to be done."""
+    """One line of the answer. *hint*: what to do, where something is to be done. *memory*: bytes that a device has."""
 
     about: str
     what: str
     severity: Literal["fine", "warning", "error"] = "fine"
     hint: str = ""
+    memory: int | None = None
 
 
 def examine(registry: PluginRegistry) -> Iterator[Remark]:
@@ -62,6 +64,7 @@ def examine(registry: PluginRegistry) -> Iterator[Remark]:
         yield from _torchvision()
     yield from _vllm()
     yield from _plugins(registry)
+    yield from _served(registry)
     yield from _room()
 
 
@@ -128,7 +131,7 @@ def _devices() -> Iterator[Remark]:
     built = f"for CUDA {found['cuda']}" if found["cuda"] else "for CPUs"
     yield Remark(about="torch", what=f"{found['version']}, {built}")
     for name, memory in found["gpus"]:
-        yield Remark(about="device", what=f"{name}, {memory / 2**30:.0f} GiB")
+        yield Remark(about="device", what=f"{name}, {memory / 2**30:.0f} GiB", memory=memory)
     if not found["gpus"]:
         what = f"no GPU that torch can use; {found['threads']} threads on {os.cpu_count()} processors"
         if found["cuda"]:
@@ -184,6 +187,47 @@ def _plugins(registry: PluginRegistry) -> Iterator[Remark]:
         yield Remark(about="plugin", what=conflict.what, severity="error", hint=conflict.hint or "")
     for note in registry.notes:
         yield Remark(about="plugin", what=note, severity="warning", hint="correct the variable")
+
+
+def _served(registry: PluginRegistry) -> Iterator[Remark]:
+    """Which algorithms' drafts the installed vLLM serves, as their plugins declare what they need of it."""
+    known = speculative_methods()
+    if known is None:
+        return
+    for algorithm in registry.algorithms.uncontested():
+        methods = ", ".join(algorithm.vllm_methods)
+        distribution = registry.algorithms.provider(algorithm.name).distribution
+        missing = [each for each in algorithm.vllm_methods if each not in known]
+        registers = algorithm.vllm_registration is not None
+        if registers and not _registers_in_vllm():
+            yield Remark(
+                about="serving",
+                what=f"{algorithm.name} needs {PROJECT_NAME}'s vLLM plugin, and VLLM_PLUGINS leaves it out",
+                severity="warning",
+                hint=f"add {PROJECT_NAME} to VLLM_PLUGINS where vLLM runs, or unset it",
+            )
+        elif missing and not registers:
+            yield Remark(
+                about="serving",
+                what=f"{algorithm.name}: this vLLM has no method {', '.join(missing)}, and will not serve its drafts",
+                severity="warning",
+                hint=f"upgrade vLLM, or read the README of {distribution}",
+            )
+        elif registers:
+            what = f"{algorithm.name} is served through {PROJECT_NAME}'s vLLM plugin, which registers it there"
+            hint = f"install {distribution} wherever vLLM runs"
+            yield Remark(about="serving", what=what, hint=hint)
+        elif methods:
+            yield Remark(about="serving", what=f"{algorithm.name} is served by this vLLM as it is (method {methods})")
+        else:
+            what = f"{algorithm.name} does not say how vLLM serves it"
+            yield Remark(about="serving", what=what, hint="`draftsmith lint` of an exported checkpoint does")
+
+
+def _registers_in_vllm() -> bool:
+    """Whether vLLM's list of allowed plugins, where there is one, has ours."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return allowed is None or PROJECT_NAME in [each.strip() for each in allowed.split(",")]
 
 
 def _room() -> Iterator[Remark]:

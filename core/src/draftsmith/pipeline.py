@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.config.resolve import RUN_FILE, ResolvedRun
 from draftsmith.errors import ConfigError, OutputError, Problem, UserError, mark_shared
 from draftsmith.plugins import load_reference
+from draftsmith.plugins.blame import naming_plugins
 from draftsmith.stages import (
     FILE,
     STAGES,
@@ -107,10 +108,12 @@ def run_all(
         CheckpointError: training would begin from a checkpoint of another vocabulary than that of the prepared data.
         OutputError: the output is not this run's to write to, or another command is at work there.
         UserError: several processes were started for something else than training.
+        PluginError: a plugin's code raises what is no error of draftsmith's.
     """
     wanted = stages_of(run, stages, console if is_first_rank() else None)
     check_processes(run, wanted)
-    with _together(run):
+    # Within what tells the other processes: they are to hear of the plugin too.
+    with _together(run), naming_plugins():
         if {"prepare", *_TRAINED_ON} & set(wanted):
             check_attention(run)
         if {"prepare", "train"} <= set(wanted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from draftsmith.testing.runner import Verdict
 
 __all__ = ["check", "targets"]
+
+#: What the kit imports, and the core alone does not need.
+_NEEDED = ("torch", "transformers", "pytest")
 
 
 def targets(registry: PluginRegistry, name: str) -> list[tuple[str, str, Provider]]:
@@ -55,11 +59,7 @@ def check(registry: PluginRegistry, name: str, *, details: bool = False) -> int:
     """Run all checks and print a verdict each; returns the exit code: 1 where one fails."""
     from rich.console import Console
 
-    try:
-        import pytest  # noqa: F401
-    except ImportError:
-        hint = f"pip install '{PROJECT_NAME}[train,test]'"
-        raise UserError("the conformance kit needs pytest, which is not installed", hint=hint) from None
+    _require_the_kit()
     from draftsmith.testing.runner import run_checks
 
     gc.enable()
@@ -80,6 +80,21 @@ def check(registry: PluginRegistry, name: str, *, details: bool = False) -> int:
     if failed and not details:
         console.print("--details shows where each of them failed", markup=False)
     return int(bool(failed))
+
+
+def _require_the_kit() -> None:
+    """Whether what the kit imports is there.
+
+    Raises:
+        UserError: something of it is not installed.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        needed = " and ".join(missing)
+        raise UserError(
+            f"the conformance kit needs {needed}, which {'are' if len(missing) > 1 else 'is'} not installed",
+            hint=f"pip install '{PROJECT_NAME}[train,test]'",
+        )
 
 
 class _Printer:

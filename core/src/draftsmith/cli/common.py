@@ -106,9 +106,11 @@ def add_plugin_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
-def add_recipe_options(parser: argparse.ArgumentParser) -> None:
-    """What every command that takes a recipe has."""
-    parser.add_argument("recipe", metavar="RECIPE", type=Path, help="YAML file that describes the run")
+def add_recipe_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """What every command that takes a recipe has; *optional*: it works without one."""
+    parser.add_argument(
+        "recipe", metavar="RECIPE", type=Path, nargs="?" if optional else None, help="YAML file that describes the run"
+    )
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",

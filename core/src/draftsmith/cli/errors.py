@@ -53,7 +53,9 @@ def _as_known(error: BaseException) -> DraftsmithError | None:
             where=str(error.filename),
             hint="check who owns it, and whether that disk is mounted for writing",
         )
-    return None
+    from draftsmith.plugins.blame import plugin_error
+
+    return plugin_error(error)
 
 
 def _text(problem: Problem) -> str:

@@ -22,6 +22,7 @@ from draftsmith.config.schema import NamedConfig, Recipe
 from draftsmith.config.structure import INVALID, Structurer, plain
 from draftsmith.errors import ConfigError, DraftsmithError, Problem, ServingError, VerifierError
 from draftsmith.plugins import Catalog, PluginRegistry
+from draftsmith.plugins.blame import naming_plugins
 from draftsmith.stages import STAGES, RunFolders
 
 __all__ = ["RUN_FILE", "ResolvedRun", "resolve"]
@@ -120,9 +121,11 @@ def resolve(loaded: LoadedRecipe, registry: PluginRegistry, stages: Sequence[str
 
     Raises:
         ConfigError: with all problems found, those of ``loaded.problems`` included.
-        PluginError: the only problem is a broken plugin that the recipe asks for.
+        PluginError: the only problem is a broken plugin that the recipe asks for; or a plugin's code raises what is no
+            error of draftsmith's.
     """
-    return _Resolver(loaded, registry, stages).run()
+    with naming_plugins():
+        return _Resolver(loaded, registry, stages).run()
 
 
 class _Resolver:

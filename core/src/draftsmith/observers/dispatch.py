@@ -107,10 +107,11 @@ def open_observers(run: ResolvedRun) -> Dispatcher:
             observers.append((f"of plugin {plugin.name!r} ({plugin.provider})", handlers_of(plugin.module)))
     for name in run.recipe.observers:
         item = run.registry.observers.get(name)
+        described = f"{name!r} ({run.registry.observers.provider(name)})"
         try:
-            observers.append((repr(name), _open(item, run.folders.output)))
+            observers.append((described, _open(item, run.folders.output)))
         except Exception as error:
-            _switched_off(repr(name), "cannot be opened", error)
+            _switched_off(described, "cannot be opened", error)
     return Dispatcher(observers)
 
 

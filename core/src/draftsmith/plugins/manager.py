@@ -519,7 +519,7 @@ def load_reference(reference: str, *, expected: type | None = None, provider: Pr
         provider: named in errors; looked up among the installed plugins where it is not given.
 
     Raises:
-        PluginError: the module does not import, lacks the attribute, or it is of the wrong kind.
+        PluginError: the module does not import, lacks the attribute, or it is of the wrong kind or lacks methods.
     """
     module_name, _, attribute = reference.partition(":")
     try:
@@ -536,6 +536,12 @@ def load_reference(reference: str, *, expected: type | None = None, provider: Pr
         raise PluginError(
             f"{reference!r} of {provider or _provider_of(module_name)} is no subclass of "
             f"{expected.__module__}.{expected.__qualname__}",
+            hint="report it to the authors of that distribution",
+        )
+    if expected is not None and (missing := sorted(getattr(value, "__abstractmethods__", ()))):
+        raise PluginError(
+            f"{reference!r} of {provider or _provider_of(module_name)} lacks methods of "
+            f"{expected.__module__}.{expected.__qualname__}: {', '.join(missing)}",
             hint="report it to the authors of that distribution",
         )
     return value

@@ -825,7 +825,10 @@ class CheckpointTests(_CaseTests):
                 assert names[tensor.dtype] == spec.dtype, name
             present[name] = TensorSpec(shape=tuple(tensor.shape), dtype=names.get(tensor.dtype, "BF16"))
         assert not list(case.format.lint(config, present, case.algorithm.setup.verifier))
-        assert case.format.serving(config).num_speculative_tokens == case.num_steps
+        plan = case.format.serving(config)
+        assert plan.num_speculative_tokens == case.num_steps
+        declared = case.registered.vllm_methods
+        assert not declared or plan.method in declared, f"served by {plan.method!r}, and vllm_methods says {declared}"
 
 
 class AlgorithmTests(

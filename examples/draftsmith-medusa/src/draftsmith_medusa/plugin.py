@@ -49,5 +49,6 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             full_vocabulary=True,  # vLLM 0.32 does not load heads with a reduced one
             requirements=requirements,
             max_speculative_tokens=lambda options: options.num_heads,
+            vllm_methods=("medusa",),
         )
     ]

@@ -57,6 +57,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             check_data=check_data,
             derived=derived,
             max_speculative_tokens=max_speculative_tokens,
+            vllm_methods=("dflash",),
             window=lambda options: options.sliding_window,
         )
     ]

@@ -55,6 +55,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             notes=notes,
             derived=derived,
             max_speculative_tokens=max_speculative_tokens,
+            vllm_methods=("dspark",),
             window=lambda options: options.sliding_window,
         )
     ]

@@ -50,6 +50,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             check=check,
             derived=derived,
             max_speculative_tokens=max_speculative_tokens,
+            vllm_methods=("eagle3",),
             window=lambda options: options.sliding_window,
         )
     ]

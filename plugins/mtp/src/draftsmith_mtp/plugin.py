@@ -63,6 +63,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             check=check,
             check_data=check_data,
             max_speculative_tokens=max_speculative_tokens,
+            vllm_methods=("mtp",),
         )
     ]
 

@@ -54,6 +54,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             check_data=check_data,
             derived=derived,
             max_speculative_tokens=max_speculative_tokens,
+            vllm_methods=("eagle3",),
             window=lambda options: options.sliding_window,
         )
     ]

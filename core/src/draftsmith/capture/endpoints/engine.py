@@ -13,6 +13,7 @@ from attrs import define, field
 from draftsmith.capture.endpoints.base import Answer, Endpoint
 from draftsmith.capture.engines import CaptureEngine, Request
 from draftsmith.errors import DiskSpaceError, DraftsmithError, EndpointFailed, ServingError, TransportError, UserError
+from draftsmith.plugins.blame import plugin_error
 
 __all__ = ["EngineEndpoint"]
 
@@ -130,7 +131,8 @@ class EngineEndpoint(Endpoint):
             return EndpointFailed(error.what, endpoint=self.name, hint=error.hint)
         if isinstance(error, DraftsmithError) or not isinstance(error, Exception):
             return error
-        return EndpointFailed(f"{type(error).__name__}: {error}", endpoint=self.name)
+        # What a plugin's code raises by mistake, it would raise again.
+        return plugin_error(error) or EndpointFailed(f"{type(error).__name__}: {error}", endpoint=self.name)
 
 
 def _waiting(jobs: queue.SimpleQueue[_Job | None], limit: int) -> list[_Job] | None:

@@ -1,0 +1,1 @@
+"""Runs of draftsmith in MLflow; plugin.py says what is registered."""

@@ -1,0 +1,1 @@
+"""Runs of draftsmith in Weights & Biases; plugin.py says what is registered."""
