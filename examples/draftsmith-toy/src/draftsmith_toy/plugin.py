@@ -49,6 +49,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             full_vocabulary=True,
             requirements=requirements,
             max_speculative_tokens=lambda options: options.num_tokens,
+            vllm_methods=("eagle",),
             vllm_registration="draftsmith_toy.serving:register",
         )
     ]
