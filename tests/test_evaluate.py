@@ -42,10 +42,10 @@ from draftsmith.evaluation.prompts import encode, load_prompts
 from draftsmith.evaluation.require import parse_requirement
 from draftsmith.evaluation.results import counters_of, figures, read_evaluation
 from draftsmith.evaluation.run import Settings, evaluate, simulated_name
-from draftsmith.evaluation.sweep import Point, parse_sweep, plan_of, read_sweep, run_sweep
+from draftsmith.evaluation.sweep import Point, parse_sweep, plan_of, read_sweep
 from draftsmith.report.build import build_report
 from draftsmith.serving.counters import read_metrics
-from draftsmith.serving.schedule import NO_END, Step, as_plan, read_plan
+from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
 from draftsmith.serving.verifier_model import generate_greedily
 from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
@@ -563,34 +563,6 @@ def test_a_real_server_that_is_killed_in_the_middle(by_heart, prompts_file, regi
     assert cut.counters is None
     assert counters_of(draft) == whole.counters
     assert figures(draft, None)["tokens_per_second"].count == 1
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_a_sweep_becomes_a_schedule_that_a_real_server_keeps(by_heart, prompts_file, registry, tmp_path):
-    """What is best on this machine is not known: the steps are taken from a sweep that was, and one of ours."""
-    asked = settings(by_heart, prompts_file, max_prompts=4, warm_up=0)
-    sweep = run_sweep(asked, {"tokens": (1, 3), "concurrency": (2,)}, registry, tmp_path / "sweep")
-    assert sweep.complete
-    assert [(each.tokens, each.concurrency, each.reason) for each in sweep.points] == [(1, 2, None), (3, 2, None)]
-    lengths = [each.acceptance_length for each in sweep.points]
-    assert 1 < lengths[0] <= 2 < lengths[1] <= 4
-    assert serve_command(by_heart.folder, registry, plan=tmp_path / "sweep" / "plan.json").schedule == sweep.plan
-
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(as_plan([Step(1, 1, 3), Step(2, NO_END, 1)])))
-    command = serve_command(by_heart.folder, registry, plan=plan).command
-    options = command[command.index("--speculative-config") :]
-    with real_server(by_heart, tmp_path / "log", options) as address:
-        drafted = {}
-        for load in (1, 4):
-            served = attrs.evolve(asked, concurrency=load, servers={str(by_heart.folder): address}, max_prompts=None)
-            (method,) = evaluate(served, registry, tmp_path / f"load-{load}").methods
-            counted = counters_of(method)
-            drafted[load] = counted.drafted / counted.drafts
-    assert drafted[1] == 3
-    # The last answers of four at once have the server for themselves.
-    assert 1 <= drafted[4] < 2
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------

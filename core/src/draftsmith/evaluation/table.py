@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["COLUMNS", "method_cells", "print_evaluation", "print_worst", "remarks"]
+__all__ = ["COLUMNS", "method_cells", "method_tables", "print_evaluation", "print_worst", "remarks"]
 
 #: Heading, and what it is of.
 COLUMNS = (
@@ -82,6 +82,19 @@ def method_cells(method: Method, baseline: Method | None) -> list[str]:
     ]
 
 
+def method_tables(evaluation: Evaluation) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Title, headings and rows of each table that a page or a terminal has room for."""
+    baseline = evaluation.method(BASELINE)
+    rows = [method_cells(each, baseline) for each in evaluation.methods]
+    over = "median (lowest–highest) of the repetitions"
+    titles = (_title(evaluation), f"Speed: {over}", f"Where the time goes: {over}")
+    for title, places in zip(titles, (_ACCEPTANCE, _SPEED, _TIME), strict=True):
+        # All methods have a line in the first one, those with nothing to tell in no other.
+        shown = [row for row in rows if places is _ACCEPTANCE or any(row[place] for place in places[1:])]
+        if shown:
+            yield title, [COLUMNS[place] for place in places], [[row[place] for place in places] for row in shown]
+
+
 def remarks(evaluation: Evaluation) -> Iterator[str]:
     """What the table does not say by itself, a sentence each."""
     for method in evaluation.methods:
@@ -112,13 +125,8 @@ def _against_simulator(evaluation: Evaluation) -> Iterator[str]:
 
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     """Acceptance and speed of all methods, acceptance by category where there are several, then the remarks."""
-    baseline = evaluation.method(BASELINE)
-    rows = [method_cells(each, baseline) for each in evaluation.methods]
-    _print_table(console, _title(evaluation), _ACCEPTANCE, rows)
-    for title, places in (("Speed", _SPEED), ("Where the time goes", _TIME)):
-        timed = [row for row in rows if any(row[place] for place in places[1:])]
-        if timed:
-            _print_table(console, f"{title}: median (lowest–highest) of the repetitions", places, timed)
+    for title, headings, rows in method_tables(evaluation):
+        _print_table(console, title, headings, rows)
     drafting = [each for each in evaluation.methods if counters_of(each) is not None]
     if len(evaluation.categories) > 1 and drafting:
         by_category = _table("Acceptance length by category")
@@ -143,17 +151,17 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
-def _print_table(console: Console, title: str, places: Sequence[int], rows: Sequence[Sequence[str]]) -> None:
-    """Some of the columns; figures are never broken, methods' names are."""
+def _print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Figures are never broken, methods' names are."""
     table = _table(title)
-    for place in places:
+    for place, heading in enumerate(headings):
         if place == 0:
-            table.add_column(COLUMNS[place], overflow="fold", min_width=12)
+            table.add_column(heading, overflow="fold", min_width=12)
         else:
-            width = max(map(len, [*COLUMNS[place].split(), *(row[place] for row in rows)]))
-            table.add_column(COLUMNS[place], justify="right", min_width=width)
+            width = max(map(len, [*heading.split(), *(row[place] for row in rows)]))
+            table.add_column(heading, justify="right", min_width=width)
     for row in rows:
-        table.add_row(*(row[place] for place in places))
+        table.add_row(*row)
     print_whole(console, table)
 
 

@@ -13,7 +13,7 @@ from draftsmith import __version__
 from draftsmith.evaluation.picture import pictured, pieces, request_length, worst_requests
 from draftsmith.evaluation.results import BASELINE, Evaluation, Method, counters_of, figures
 from draftsmith.evaluation.sweep import Sweep, plan_lines
-from draftsmith.evaluation.table import COLUMNS, method_cells, remarks
+from draftsmith.evaluation.table import method_tables, remarks
 from draftsmith.progress import format_seconds
 from draftsmith.report.charts import Bar, Series, bars, lines
 from draftsmith.report.html import el, page, section, table
@@ -58,16 +58,18 @@ def _distinct(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
 
 def _evaluation(name: str, evaluation: Evaluation, worst: int) -> Iterator[Element]:
     baseline = evaluation.method(BASELINE)
-    settings = evaluation.settings
     yield section(
         f"Evaluation: {name}",
         el(
             "p",
-            f"{len(evaluation.prompts)} prompts of {', '.join(dict.fromkeys(each.set for each in evaluation.prompts))}"
-            f"; {settings.get('repetitions')} repetitions, median (lowest–highest).",
+            f"Prompts of {', '.join(dict.fromkeys(each.set for each in evaluation.prompts))}.",
             class_="note",
         ),
-        table(COLUMNS, [method_cells(each, baseline) for each in evaluation.methods]),
+        *(
+            part
+            for title, headings, rows in method_tables(evaluation)
+            for part in (el("p", title, class_="note"), table(headings, rows))
+        ),
         el("ul", *(el("li", each) for each in remarks(evaluation)), class_="soft"),
     )
     drafting = [each for each in evaluation.methods if counters_of(each) is not None]
@@ -88,7 +90,7 @@ def _evaluation(name: str, evaluation: Evaluation, worst: int) -> Iterator[Eleme
         yield picture
     yield section(
         "What was evaluated",
-        _details("Settings", settings),
+        _details("Settings", evaluation.settings),
         _details("Where and with what", evaluation.provenance),
     )
 
