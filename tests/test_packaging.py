@@ -115,18 +115,29 @@ class Wheel(NamedTuple):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
+    """Distribution name → its wheel, of what this repository publishes."""
+    return build_wheels(PACKAGES, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def all_wheels(tmp_path_factory: pytest.TempPathFactory, wheels: dict[str, Wheel]) -> dict[str, Wheel]:
+    """Those, and those of the example plugins."""
+    return wheels | build_wheels(EXAMPLES, tmp_path_factory)
+
+
+def build_wheels(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
     """Distribution name → its wheel, built from a copy of the sources that is gone before anything is installed."""
     output = tmp_path_factory.mktemp("wheels")
     sources = tmp_path_factory.mktemp("sources")
     built = {}
-    for folder in PACKAGES:
+    for folder in folders:
         copy = sources / folder.name
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "dist", "build"))
         command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(output), str(copy)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        name = project(folder)["name"]
-        (path,) = output.glob(f"{name.replace('-', '_')}-{draftsmith.__version__}-py3-none-any.whl")
+        name, version = project(folder)["name"], project(folder)["version"]
+        (path,) = output.glob(f"{name.replace('-', '_')}-{version}-py3-none-any.whl")
         modules = (module.relative_to(copy / "src").as_posix() for module in (copy / "src").rglob("*.py"))
         built[name] = Wheel(path, frozenset(modules))
     shutil.rmtree(sources)
@@ -271,14 +282,14 @@ def unpack(name: str, wheels: dict[str, Wheel], folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [project(folder)["name"] for folder in PACKAGES[1:]])
+@pytest.mark.parametrize("name", [project(folder)["name"] for folder in [*PACKAGES[1:], *EXAMPLES]])
 def test_each_plugin_works_alone_beside_the_core(
-    name: str, core_alone: FreshEnvironment, wheels: dict[str, Wheel], tmp_path: Path
+    name: str, core_alone: FreshEnvironment, all_wheels: dict[str, Wheel], tmp_path: Path
 ) -> None:
     """It is listed, helps and shows its options, without torch and without the plugins that it does not depend on."""
-    unpack(name, wheels, tmp_path)
+    unpack(name, all_wheels, tmp_path)
     listed = core_alone.run("plugins", "list", also=tmp_path)
-    assert f"({name} {draftsmith.__version__})" in listed.stdout, listed.stdout + listed.stderr
+    assert f"  ({name} " in listed.stdout, listed.stdout + listed.stderr
     assert "quarantined" not in listed.stdout
     assert "warning:" not in listed.stdout
     for command in (["--help"], ["plugins", "show", name]):
