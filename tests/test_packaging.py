@@ -22,6 +22,7 @@ import draftsmith
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = [ROOT / "core", *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
+EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/pyproject.toml"))
 CORE_DEPENDENCIES = {"pluggy", "attrs", "cattrs", "importlib-metadata", "safetensors", "pyyaml", "typer", "rich"}
 
 
@@ -83,6 +84,25 @@ def test_the_licence_travels_with_the_package(folder: Path) -> None:
     assert project(folder)["license"] == "Apache-2.0"
 
 
+def imported_packages(folder: Path) -> set[str]:
+    """Distributions of ours whose modules the sources of *folder* import, itself left out."""
+    names: set[str] = set()
+    for path in (folder / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {each.name for each in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(node.module or "")
+    found = {normalised(name.partition(".")[0]) for name in names}
+    return {name for name in found if name.startswith("draftsmith")} - {project(folder)["name"]}
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, *EXAMPLES], ids=lambda path: path.name)
+def test_no_package_imports_a_sibling_that_it_does_not_depend_on(folder: Path) -> None:
+    declared = {normalised(Requirement(each).name) for each in project(folder)["dependencies"]}
+    assert imported_packages(folder) <= declared
+
+
 # --- wheels ------------------------------------------------------------------------------------------------------
 
 
@@ -95,18 +115,29 @@ class Wheel(NamedTuple):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
+    """Distribution name → its wheel, of what this repository publishes."""
+    return build_wheels(PACKAGES, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def all_wheels(tmp_path_factory: pytest.TempPathFactory, wheels: dict[str, Wheel]) -> dict[str, Wheel]:
+    """Those, and those of the example plugins."""
+    return wheels | build_wheels(EXAMPLES, tmp_path_factory)
+
+
+def build_wheels(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
     """Distribution name → its wheel, built from a copy of the sources that is gone before anything is installed."""
     output = tmp_path_factory.mktemp("wheels")
     sources = tmp_path_factory.mktemp("sources")
     built = {}
-    for folder in PACKAGES:
+    for folder in folders:
         copy = sources / folder.name
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "dist", "build"))
         command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(output), str(copy)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        name = project(folder)["name"]
-        (path,) = output.glob(f"{name.replace('-', '_')}-{draftsmith.__version__}-py3-none-any.whl")
+        name, version = project(folder)["name"], project(folder)["version"]
+        (path,) = output.glob(f"{name.replace('-', '_')}-{version}-py3-none-any.whl")
         modules = (module.relative_to(copy / "src").as_posix() for module in (copy / "src").rglob("*.py"))
         built[name] = Wheel(path, frozenset(modules))
     shutil.rmtree(sources)
@@ -161,9 +192,14 @@ class FreshEnvironment:
         done = subprocess.run([*command, *map(str, wheels)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """`draftsmith …` from a folder without sources, untouched by this process's own environment."""
+    def run(self, *arguments: str, also: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """`draftsmith …` from a folder without sources, untouched by this process's own environment.
+
+        Args:
+            also: a folder whose packages are installed as well.
+        """
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "COLUMNS": "200", "NO_COLOR": "1"}
+        environment |= {"PYTHONPATH": str(also)} if also is not None else {}
         return subprocess.run(
             [str(self.folder / "bin" / "draftsmith"), *arguments],
             cwd=self.folder, env=environment, capture_output=True, text=True, check=False,
@@ -222,6 +258,44 @@ def test_core_alone_works(core_alone: FreshEnvironment) -> None:
     assert listed.returncode == 0, listed.stderr
     assert "builtin" in listed.stdout
     assert "eagle3" not in listed.stdout
+
+
+@pytest.mark.slow
+def test_core_alone_says_what_its_kit_needs(core_alone: FreshEnvironment) -> None:
+    checked = core_alone.run("plugins", "check", "ce")
+    assert checked.returncode == 2, checked.stdout + checked.stderr
+    assert "the conformance kit needs torch and transformers and pytest, which are not installed" in checked.stderr
+    assert "pip install 'draftsmith[train,test]'" in checked.stderr
+    assert "Traceback" not in checked.stderr
+
+
+def unpack(name: str, wheels: dict[str, Wheel], folder: Path) -> None:
+    """The wheel of *name* and of those of ours that it depends on, as pip would lay them out, less the core's."""
+    with zipfile.ZipFile(wheels[name].path) as archive:
+        (metadata,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
+        lines = archive.read(metadata).decode().splitlines()
+        archive.extractall(folder)
+    needed = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
+    for requirement in needed:
+        if requirement.marker is None and requirement.name in wheels and requirement.name != "draftsmith":
+            unpack(requirement.name, wheels, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [project(folder)["name"] for folder in [*PACKAGES[1:], *EXAMPLES]])
+def test_each_plugin_works_alone_beside_the_core(
+    name: str, core_alone: FreshEnvironment, all_wheels: dict[str, Wheel], tmp_path: Path
+) -> None:
+    """It is listed, helps and shows its options, without torch and without the plugins that it does not depend on."""
+    unpack(name, all_wheels, tmp_path)
+    listed = core_alone.run("plugins", "list", also=tmp_path)
+    assert f"  ({name} " in listed.stdout, listed.stdout + listed.stderr
+    assert "quarantined" not in listed.stdout
+    assert "warning:" not in listed.stdout
+    for command in (["--help"], ["plugins", "show", name]):
+        done = core_alone.run(*command, also=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert f"plugin {name.removeprefix('draftsmith-').replace('-', '_')}  (" in done.stdout
 
 
 @pytest.mark.slow

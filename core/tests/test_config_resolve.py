@@ -488,3 +488,84 @@ def test_online_keys_are_explained(recipe, capsys):
     assert any(line.split()[:2] == ["online.ahead", "64"] and line.endswith("default") for line in lines)
     assert any(line.split()[:2] == ["capture.mode", "online"] and line.endswith("--set") for line in lines)
     assert any(line.startswith("engine of the capture: ") and "while the draft is trained" in line for line in lines)
+
+
+# --- facets that do not fit ---------------------------------------------------------------------------------------
+
+PARTS = """
+    from draftsmith import api
+    from draftsmith.hookspecs import hookimpl
+
+
+    @hookimpl
+    def draftsmith_draft_architectures():
+        def network(name, *algorithms):
+            return api.DraftArchitecture(
+                name=name, summary="a network", implementation="nowhere:Network", algorithms=algorithms
+            )
+
+        return [network("of-others", "eagle9", "blocks"), network("for-tinker", "tinker"), network("for-any")]
+
+
+    @hookimpl
+    def draftsmith_checkpoint_schemas():
+        def layout(name, *architectures):
+            return api.CheckpointSchema(
+                name=name, summary="a format", implementation="nowhere:Format", architectures=architectures
+            )
+
+        return [layout("of-others", "of-others"), layout("of-tinker", "tinker"), layout("of-any")]
+"""
+
+
+@pytest.fixture
+def parts(site, monkeypatch):
+    site.install("draftsmith-parts", {"parts": "fake_parts"}, modules={"fake_parts": PARTS})
+    monkeypatch.setenv("DRAFTSMITH_PLUGINS", "tinker parts")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "schema"),
+    [
+        ("for-tinker", None),
+        ("for-any", None),
+        ("for-any", "of-any"),
+        (None, "of-tinker"),
+        (None, "of-any"),
+    ],
+)
+def test_facets_that_fit_or_do_not_say_are_taken(recipe, parts, architecture, schema):
+    wanted = {"architecture": architecture, "schema": schema}
+    run = run_of(recipe, *(f"{key}={value}" for key, value in wanted.items() if value is not None))
+    assert (run.architecture.name, run.schema.name) == (architecture or "tinker", schema or "tinker")
+
+
+def test_a_network_that_is_made_for_other_algorithms_is_refused(recipe, parts):
+    (problem,) = problems_of(recipe, "architecture=of-others")
+    assert problem.startswith("--set: architecture: ")
+    assert "the draft architecture 'of-others' is made for eagle9, blocks, and not for tinker" in problem
+    assert "leave it out: tinker has 'tinker'" in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "network"),
+    [
+        (["schema=of-others"], "schema", "tinker"),
+        (["architecture=for-any", "schema=of-tinker"], "schema", "for-any"),
+    ],
+)
+def test_a_format_that_holds_other_tensors_is_refused(recipe, parts, overrides, key, network):
+    (problem,) = problems_of(recipe, *overrides)
+    assert problem.startswith(f"--set: {key}: ")
+    assert f"and not those of the draft architecture {network!r}" in problem
+
+
+def test_a_network_that_the_algorithms_own_format_does_not_hold_is_refused(recipe, parts, site):
+    """The format has not changed, so it is the network that has to go."""
+    path = site.folder / "fake_tinker.py"
+    source = path.read_text().replace('summary="a format",', 'summary="a format", architectures=("tinker",),')
+    path.write_text(source)
+    run_of(recipe)
+    (problem,) = problems_of(recipe, "architecture=for-any")
+    assert problem.startswith("--set: architecture: ")
+    assert "the checkpoint schema 'tinker' holds the tensors of tinker, and not those of" in problem

@@ -83,9 +83,15 @@ class Item:
 
 @frozen(kw_only=True)
 class DraftArchitecture(Item):
-    """A draft network. ``implementation`` is an ``interfaces.DraftArchitecture`` subclass."""
+    """A draft network. ``implementation`` is an ``interfaces.DraftArchitecture`` subclass.
+
+    Attributes:
+        algorithms: those whose forward it can take the place in, where a recipe asks for it by name; with any other it
+            is refused before anything starts. Empty (the default): not said, and any may try.
+    """
 
     implementation: str = field(validator=_is_reference)
+    algorithms: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -135,12 +141,15 @@ class CheckpointSchema(Item):
     """An exported format. ``implementation`` is an ``interfaces.CheckpointFormat`` subclass.
 
     Attributes:
+        architectures: the draft networks whose tensors it holds; where a recipe puts another one and this format
+            together, it is refused before anything starts. Empty (the default): not said, and any may try.
         speculators_types: the values of ``speculators_model_type`` in config.json that this schema reads.
         warm_start_types: further values, of checkpoints that are no drafts of this kind and that training can begin
             from all the same (``train.warm_start``).
     """
 
     implementation: str = field(validator=_is_reference)
+    architectures: tuple[str, ...] = ()
     speculators_types: tuple[str, ...] = ()
     warm_start_types: tuple[str, ...] = ()
 

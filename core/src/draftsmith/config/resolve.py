@@ -151,6 +151,7 @@ class _Resolver:
         loss, loss_options = self.loss(algorithm)
         mask = self.facet(registry.masks, algorithm, "mask")
         schema = self.facet(registry.schemas, algorithm, "schema")
+        self.fit(algorithm, architecture, schema)
         transport = self.transport()
         wanted = recipe.transport.options if recipe.transport else {}
         transport_options = self.options(transport, wanted, "transport.options")
@@ -237,6 +238,33 @@ class _Resolver:
             return None
         self.provenance[key] = self.default_of(algorithm)
         return self.named(catalog, getattr(algorithm, key), key)
+
+    def fit(
+        self,
+        algorithm: api.Algorithm | None,
+        architecture: api.DraftArchitecture | None,
+        schema: api.CheckpointSchema | None,
+    ) -> None:
+        """Whether what the recipe puts together declares that it fits. An algorithm knows its own defaults to fit."""
+        if algorithm is None or architecture is None or schema is None:
+            return
+        changed = architecture.name != algorithm.architecture
+        if changed and architecture.algorithms and algorithm.name not in architecture.algorithms:
+            self.report(
+                "architecture",
+                f"the draft architecture {architecture.name!r} is made for {', '.join(architecture.algorithms)}, "
+                f"and not for {algorithm.name}",
+                f"leave it out: {algorithm.name} has {algorithm.architecture!r}",
+            )
+            return
+        changed |= schema.name != algorithm.schema
+        if changed and schema.architectures and architecture.name not in schema.architectures:
+            self.report(
+                "architecture" if schema.name == algorithm.schema else "schema",
+                f"the checkpoint schema {schema.name!r} holds the tensors of {', '.join(schema.architectures)}, "
+                f"and not those of the draft architecture {architecture.name!r}",
+                f"leave both out: {algorithm.name} has {algorithm.architecture!r} and {algorithm.schema!r}",
+            )
 
     def default_of(self, algorithm: api.Algorithm) -> str:
         return f"default of {algorithm.name} ({self.registry.algorithms.provider(algorithm.name)})"

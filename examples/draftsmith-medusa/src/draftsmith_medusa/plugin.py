@@ -16,6 +16,7 @@ def draftsmith_draft_architectures() -> Sequence[api.DraftArchitecture]:
             name="medusa",
             summary="residual blocks a head on the verifier's last hidden state, and the verifier's output layer",
             implementation="draftsmith_medusa.model:MedusaHeads",
+            algorithms=("medusa",),
         )
     ]
 
@@ -27,6 +28,7 @@ def draftsmith_checkpoint_schemas() -> Sequence[api.CheckpointSchema]:
             name="medusa",
             summary="Medusa heads, as vLLM reads them by their own model type",
             implementation="draftsmith_medusa.checkpoint:MedusaCheckpoint",
+            architectures=("medusa",),
             speculators_types=("medusa",),
         )
     ]

@@ -23,6 +23,7 @@ def draftsmith_draft_architectures() -> Sequence[api.DraftArchitecture]:
             name="dflash",
             summary="blocks of mask tokens over the verifier's features, injected as keys and values in every layer",
             implementation="draftsmith_dflash.model:DFlashDraft",
+            algorithms=("dflash",),
         )
     ]
 
@@ -34,6 +35,7 @@ def draftsmith_checkpoint_schemas() -> Sequence[api.CheckpointSchema]:
             name="dflash",
             summary="speculators' dflash format, as vLLM loads it",
             implementation="draftsmith_dflash.checkpoint:DFlashCheckpoint",
+            architectures=("dflash",),
             speculators_types=("dflash",),
         )
     ]

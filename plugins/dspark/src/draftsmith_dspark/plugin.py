@@ -17,6 +17,7 @@ def draftsmith_draft_architectures() -> Sequence[api.DraftArchitecture]:
             name="dspark",
             summary="DFlash's network, a low-rank correction by the token before, and a confidence head",
             implementation="draftsmith_dspark.model:DSparkDraft",
+            algorithms=("dspark",),
         )
     ]
 
@@ -28,6 +29,7 @@ def draftsmith_checkpoint_schemas() -> Sequence[api.CheckpointSchema]:
             name="dspark",
             summary="speculators' dspark format, as vLLM loads it",
             implementation="draftsmith_dspark.checkpoint:DSparkCheckpoint",
+            architectures=("dspark",),
             speculators_types=("dspark",),
             warm_start_types=("dflash",),
         )

@@ -16,6 +16,7 @@ def draftsmith_draft_architectures() -> Sequence[api.DraftArchitecture]:
             name="eagle3",
             summary="decoder on (token embedding, fused verifier features), llama or qwen3 layers",
             implementation="draftsmith_eagle3.model:Eagle3Draft",
+            algorithms=("eagle3",),
         )
     ]
 
@@ -27,6 +28,7 @@ def draftsmith_checkpoint_schemas() -> Sequence[api.CheckpointSchema]:
             name="eagle3",
             summary="speculators' eagle3 format, as vLLM loads it",
             implementation="draftsmith_eagle3.checkpoint:Eagle3Checkpoint",
+            architectures=("eagle3",),
             speculators_types=("eagle3",),
         )
     ]

@@ -16,6 +16,7 @@ def draftsmith_draft_architectures() -> Sequence[api.DraftArchitecture]:
             name="mtp",
             summary="the verifier's own multi-token-prediction head, by its family",
             implementation="draftsmith_mtp.model:MtpDraft",
+            algorithms=("mtp",),
         )
     ]
 
@@ -38,6 +39,7 @@ def draftsmith_checkpoint_schemas() -> Sequence[api.CheckpointSchema]:
             name="mtp",
             summary="a native head in a folder of its own, under its model's names, as vLLM loads it",
             implementation="draftsmith_mtp.checkpoint:MtpCheckpoint",
+            architectures=("mtp",),
             speculators_types=("mtp",),
         )
     ]

@@ -17,6 +17,7 @@ def draftsmith_draft_architectures() -> Sequence[api.DraftArchitecture]:
             name="peagle",
             summary="EAGLE-3's network, and a learned input for what does not exist yet",
             implementation="draftsmith_peagle.model:PEagleDraft",
+            algorithms=("peagle",),
         )
     ]
 
@@ -28,6 +29,7 @@ def draftsmith_checkpoint_schemas() -> Sequence[api.CheckpointSchema]:
             name="peagle",
             summary="speculators' peagle format, as vLLM loads it",
             implementation="draftsmith_peagle.checkpoint:PEagleCheckpoint",
+            architectures=("peagle",),
             speculators_types=("peagle",),
             warm_start_types=("eagle3",),
         )
