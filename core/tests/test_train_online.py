@@ -102,7 +102,13 @@ def rows_of(run):
 
 
 def threads():
-    return {each.name for each in threading.enumerate() if each.name.startswith("draftsmith")}
+    """Ours that are still there after a moment: at the end they are told to go, and not all are waited for."""
+    deadline = time.monotonic() + 5
+    while found := {each.name for each in threading.enumerate() if each.name.startswith("draftsmith")}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return found
 
 
 def test_the_weights_are_those_of_an_offline_run(offline, make):
