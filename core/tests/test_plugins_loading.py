@@ -12,6 +12,7 @@ import pytest
 from draftsmith import api
 from draftsmith.errors import PluginConflictError, PluginError, UnknownNameError
 from draftsmith.interfaces import PositionLoss
+from draftsmith.losses.divergence import ForwardKL
 from draftsmith.plugins import discovery, load_plugins, load_reference
 from draftsmith.plugins.discovery import discover
 
@@ -316,7 +317,7 @@ def test_a_plugin_that_imports_something_heavy_is_reported(site, monkeypatch):
     source = HEADER + "import vllm\n@hookimpl\ndef draftsmith_losses():\n    return []\n"
     site.install("draftsmith-slow", {"slow": "fake_slow"}, modules={"fake_slow": source})
     (slow,) = [each for each in load_plugins().plugins if each.name == "slow"]
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    del sys.modules["vllm"]  # not by monkeypatch, which would put the false one back
     assert "imports vllm" in slow.warnings[0]
 
 
@@ -413,6 +414,8 @@ class TestReferences:
             load_reference(load_plugins().losses.get("focal_loss").implementation)
 
     def test_the_kind_is_checked(self):
-        assert load_reference("draftsmith.interfaces:PositionLoss", expected=PositionLoss) is PositionLoss
+        assert load_reference("draftsmith.losses.divergence:ForwardKL", expected=PositionLoss) is ForwardKL
+        with pytest.raises(PluginError, match=r"lacks methods of draftsmith\.interfaces\.PositionLoss: value"):
+            load_reference("draftsmith.interfaces:PositionLoss", expected=PositionLoss)
         with pytest.raises(PluginError, match=r"no subclass of draftsmith\.interfaces\.PositionLoss"):
             load_reference("draftsmith.api:Loss", expected=PositionLoss)
