@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,18 @@ def test_a_model_that_cannot_be_loaded(folders: dict[str, Path], tmp_path: Path)
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model", "architectures": ["Nothing"]}')
     with pytest.raises(VerifierError, match="transformers cannot load the verifier"):
         load_verifier(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_threads_that_load_at_once_leave_transformers_as_it_was(folders: dict[str, Path]) -> None:
+    from transformers import PreTrainedModel
+
+    def load(_: int) -> None:
+        load_verifier(folders["llama"], dtype=torch.float32, device=torch.device("cpu"))
+
+    tie_weights = PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(load, range(12)))
+    assert PreTrainedModel.tie_weights is tie_weights
 
 
 def test_auto_dtype_is_the_verifiers_own_where_that_is_fast(llama: VerifierFacts) -> None:

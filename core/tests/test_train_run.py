@@ -34,6 +34,7 @@ from draftsmith.stages import Stage
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.train import loop, step
 from draftsmith.train.run import prepare_training, run_train, train_fingerprint
+from draftsmith.train.signals import StopRequest
 
 pytestmark = pytest.mark.slow
 
@@ -174,7 +175,7 @@ def job_of(training, resolved, **changes):
         "folder": resolved.folders.training,
         "log": None,
         "events": None,
-        "stop": False,
+        "stop": StopRequest(),
     }
     return loop.Job(**{**values, **changes})
 

@@ -8,6 +8,7 @@ since some families scale by 1 + w; it is taken from transformers' model built o
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = ["load_verifier_weights", "read_verifier_tensors"]
+
+#: While transformers builds or loads a model it changes its own classes and torch's initialisers, and puts back what
+#: it found: two threads at once would leave them changed for good, and weights untied that belong together.
+BUILDING = threading.RLock()
 
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_f")
@@ -202,7 +207,7 @@ def _empty_norm(facts: VerifierFacts, last: str, trust_remote_code: bool) -> nn.
     try:
         config = AutoConfig.from_pretrained(facts.path, local_files_only=True, **arguments)
         text = config.get_text_config()
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             try:
                 model = AutoModel.from_config(text, **arguments)
             except ValueError:  # a configuration without a bare text model of its own

@@ -23,6 +23,7 @@ from draftsmith.capture.finite import refusal
 from draftsmith.device import fast_bfloat16, resolve_device
 from draftsmith.errors import VerifierError
 from draftsmith.interfaces import HiddenStateSample, HiddenStateWriter
+from draftsmith.verifier_weights import BUILDING
 
 __all__ = [
     "Decoder",
@@ -171,7 +172,7 @@ def load_verifier(
     arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "local_files_only": True}
     arguments["output_loading_info"] = True
     try:
-        with _loading_quietly():
+        with BUILDING, _loading_quietly():
             try:
                 model, found = transformers.AutoModelForCausalLM.from_pretrained(path, **arguments)
             except ValueError:  # a configuration that is not registered as a causal language model
