@@ -20,6 +20,7 @@ def draftsmith_transports() -> Sequence[api.Transport]:
             implementation="draftsmith_hs_mooncake.transport:MooncakeTransport",
             options=MooncakeOptions,
             lossy=("encoding",),
+            conformance="draftsmith_hs_mooncake.conformance:MooncakeCheck",
             guarantees=api.TransportGuarantees(persistent=False, random_access=True, concurrent_writers=True),
         )
     ]
