@@ -272,6 +272,7 @@ def test_a_bad_sample_of_one_rank_ends_all_with_one_message(captured, tmp_path):
 #: Changes what the first argument says, on rank 1 alone where it matters.
 CHANGED = """
 import os, sys
+from pathlib import Path
 import attrs, torch
 from draftsmith.cli import main
 from draftsmith.train import loop, rows
@@ -300,7 +301,11 @@ if what == "finish":
             model.fc.weight.mul_(0.5)
         return {"mean": mean, "rows": len(list(validation))}
     Toy.finish = finish
-sys.exit(main(["train", *sys.argv[1:]]))
+code = main(["train", *sys.argv[1:]])
+if what == "threads":
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
+    code = code or ", ".join(name for name in names if "gloo" in name) or 0
+sys.exit(code)
 """
 
 
@@ -326,6 +331,12 @@ def test_what_fails_on_one_rank_ends_all_with_one_message(captured, tmp_path, wh
     assert errors.count(message) == 1, errors
     assert errors.count("error: ") == 1, errors
     assert read_newest(run.training) is None
+
+
+@pytest.mark.slow
+def test_no_thread_of_the_process_group_outlives_it(captured, tmp_path):
+    # One that does may abort the process while the interpreter ends, after a training that went well.
+    Copy(captured, tmp_path).finish(changed_command(tmp_path, "threads"))
 
 
 @pytest.mark.slow

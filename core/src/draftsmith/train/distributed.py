@@ -20,6 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Not used here. Its functions take the process group of the moment of their import as a default, and so keep it for
+# good where they are imported after it was made, as transformers does. A group that is kept keeps its threads, and one
+# of those that asks for Python's lock while the interpreter ends aborts the process.
+import torch.distributed.nn.functional
 from attrs import frozen
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
