@@ -438,6 +438,22 @@ def test_what_cannot_serve_captures_is_told_before_anything_starts(run, recipe, 
     refused(offline, UserError, "the recipe captures in a stage of its own")
 
 
+def test_a_store_that_is_not_there_is_told_before_vllm_starts(recipe) -> None:
+    store = f"127.0.0.1:{free_port()}"
+    options = {"transport.name": "hs_mooncake", "transport.options": f"{{master: '{store}', admin: '{store}'}}"}
+    told = subprocess.run(
+        [sys.executable, "-m", "draftsmith", "capture", "serve", str(recipe), "--port", str(free_port())]
+        + [word for key, value in options.items() for word in ("--set", f"{key}={value}")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert told.returncode == 1
+    assert store in told.stderr
+    assert "draftsmith store status" in told.stderr
+    assert told.stdout == ""
+
+
 def test_the_command_can_be_pasted(recipe) -> None:
     told = subprocess.run(
         [sys.executable, "-m", "draftsmith", "capture", "serve", str(recipe), "--dry-run", "--vllm=--max-model-len=3"],

@@ -31,11 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     run = common.load_run(arguments.recipe, arguments.overrides, arguments.no_plugin, ())
-    from draftsmith.capture.server.command import capture_server, check_port
+    from draftsmith.capture.server.command import capture_server, check_port, check_transport
 
     command = capture_server(run, host=arguments.host, port=arguments.port, extra=_words(arguments.vllm))
     if not arguments.dry_run:
         check_port(arguments.host, arguments.port)
+        check_transport(run)
     print(command.text())
     if arguments.dry_run:
         return

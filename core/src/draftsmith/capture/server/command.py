@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
-from draftsmith.capture.address import TransportAddress
+from draftsmith.capture.address import TransportAddress, open_transport
 from draftsmith.capture.engines import vllm_unsuited
 from draftsmith.capture.engines.vllm import engine_arguments, engine_environment
 from draftsmith.capture.plan import check_verifier
@@ -29,7 +29,7 @@ from draftsmith.serving.vllm_process import server_command
 if TYPE_CHECKING:
     from draftsmith.config.resolve import ResolvedRun
 
-__all__ = ["ServerCommand", "capture_server", "check_port"]
+__all__ = ["ServerCommand", "capture_server", "check_port", "check_transport"]
 
 #: vLLM's options that change neither what is captured nor how it is told.
 _FREE = {"max-num-batched-tokens", "max-num-seqs"}
@@ -170,3 +170,12 @@ def check_port(host: str, port: int) -> None:
             where=f"{host}:{port}",
             hint="choose another one with --port, or end what listens there",
         ) from error
+
+
+def check_transport(run: ResolvedRun) -> None:
+    """Ask the transport how much it has room for: whether it answers at all is known before vLLM loads the verifier.
+
+    Raises:
+        TransportError: it cannot be reached.
+    """
+    open_transport(run.transport, run.transport_options, run.folders.states / SAMPLES).free_bytes()
