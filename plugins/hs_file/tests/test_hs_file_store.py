@@ -640,6 +640,37 @@ def test_shards_that_are_all_deleted_are_removed(transport: FileTransport) -> No
     assert list((transport.folder / "shards").iterdir()) == []
 
 
+def test_deleting_one_by_one_reads_no_note_twice(transport: FileTransport) -> None:
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    ids = put(transport, *range(1, 301), tokens=1)
+    with transport.reader(LAYOUT) as reader:
+        before = bytes_read()
+        for sample_id in ids:
+            reader.delete(sample_id)
+        assert reader.complete_ids() == frozenset()
+        notes = sum(path.stat().st_size for path in (transport.folder / "removed").iterdir())
+        assert bytes_read() - before < 3 * notes
+
+
+def test_notes_are_read_to_their_last_whole_line(transport: FileTransport) -> None:
+    ids = put(transport, 1, 2, 3)
+    transport.compact(LAYOUT)
+    shard = only(transport.folder / "shards").name
+    notes = transport.folder / "removed" / f"{'ab' * 16}.txt"
+    notes.parent.mkdir(exist_ok=True)
+    with transport.reader(LAYOUT) as reader:
+        notes.write_text(f"{shard} {ids[0]}\n{shard} {ids[1][:20]}")
+        assert reader.complete_ids() == {ids[1], ids[2]}
+        with open(notes, "a") as file:
+            file.write(f"{ids[1][20:]}\n")
+        assert reader.complete_ids() == {ids[2]}
+        notes.unlink()
+        notes.write_text(f"{shard} {ids[2]}\n")  # shorter than the one before
+        assert reader.complete_ids() == frozenset()
+
+
 def test_remove_all_leaves_nothing_of_ours(transport: FileTransport) -> None:
     put(transport, 1, 2)
     transport.compact(LAYOUT)

@@ -121,7 +121,8 @@ class Store:
         self._copies: dict[str, dict[str, Entry]] = {}
         self._seen: set[str] = set()
         self._dead: set[tuple[str, str]] = set()
-        self._removed_sizes: dict[str, int] = {}
+        #: notes of deleted samples → (inode, bytes that were read)
+        self._read_notes: dict[str, tuple[int, int]] = {}
         #: shards whose header cannot be read, with the reason: samples that are nowhere else may be in them
         self.damaged: dict[str, str] = {}
         self._layout_checked = False
@@ -265,20 +266,20 @@ class Store:
         return f"{generation:06d}-{secrets.token_hex(12)}{SUFFIX}"
 
     def _read_removed(self) -> None:
+        """Read what was added to the notes since the last time: who deletes one by one would else read all anew."""
         for name in _names(self.removed):
-            path = self.removed / name
-            try:
-                size = path.stat().st_size
-                if name.startswith(".") or self._removed_sizes.get(name) == size:
-                    continue
-                lines = path.read_text(encoding="ascii").splitlines()
-            except FileNotFoundError:
-                continue
-            self._removed_sizes[name] = size
-            for line in lines:
-                shard, _, sample_id = line.partition(" ")
-                if is_sample_id(sample_id):
-                    self._forget(shard, sample_id)
+            with contextlib.suppress(FileNotFoundError), open(self.removed / name, "rb") as file:
+                status = os.fstat(file.fileno())
+                known, read = self._read_notes.get(name, (status.st_ino, 0))
+                if known != status.st_ino or read > status.st_size:  # removed, and begun again
+                    read = 0
+                file.seek(read)
+                whole, newline, _ = file.read().rpartition(b"\n")  # of a line being written the rest comes later
+                self._read_notes[name] = status.st_ino, read + len(whole + newline)
+                for line in whole.decode("ascii").splitlines():
+                    shard, _, sample_id = line.partition(" ")
+                    if is_sample_id(sample_id):
+                        self._forget(shard, sample_id)
 
     def _forget(self, shard: str, sample_id: str) -> None:
         self._dead.add((shard, sample_id))
