@@ -33,7 +33,6 @@ from draftsmith.errors import (
     UserError,
     VerifierError,
 )
-from draftsmith.evaluation import methods as methods_module
 from draftsmith.evaluation import run as run_module
 from draftsmith.evaluation.methods import plan_methods, read_checkpoint, split_names
 from draftsmith.evaluation.metrics import Spread, agree, largest_relative_gap
@@ -44,6 +43,7 @@ from draftsmith.evaluation.results import counters_of, figures, read_evaluation
 from draftsmith.evaluation.run import Settings, evaluate, simulated_name
 from draftsmith.evaluation.sweep import Point, parse_sweep, plan_of, read_sweep
 from draftsmith.report.build import build_report
+from draftsmith.serving import vllm_models
 from draftsmith.serving.counters import read_metrics
 from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
@@ -182,9 +182,23 @@ def test_without_vllm_it_says_what_to_install(by_heart, prompts_file, registry, 
 
 
 def test_a_checkpoint_that_no_vllm_serves(by_heart, prompts_file, registry, tmp_path, monkeypatch):
-    monkeypatch.setattr(methods_module, "speculative_methods", lambda: frozenset({"ngram"}))
-    with pytest.raises(ServingError, match="does not know the method 'eagle3'"):
+    monkeypatch.setattr(vllm_models, "speculative_methods", lambda: frozenset({"ngram"}))
+    with pytest.raises(ServingError, match=r"does not know the method 'eagle3'; vLLM 0\.8\.5 and later do"):
         evaluate(settings(by_heart, prompts_file), registry, tmp_path / "out")
+
+
+def test_keys_that_the_vllm_lacks(by_heart, exported, export_draft, tiny_verifier, registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_models, "speculative_keys", lambda: frozenset({"method", "model"}))
+    parallel = export_draft(tmp_path / "parallel", tiny_verifier, algorithm="peagle")
+    own, other = plan_methods(str(by_heart.folder), [str(parallel.folder)], registry)
+    assert own.reason is None
+    assert str(other.reason).endswith(
+        "does not take parallel_drafting in its speculative_config; vLLM 0.16 and later do"
+    )
+    names = [str(exported.folder), "medusa:hub/name", "ngram"]
+    sampling = plan_methods(str(by_heart.folder), names, registry, draft_sample_method="probabilistic")
+    told = "does not take draft_sample_method in its speculative_config; vLLM 0.32 and later do"
+    assert [told in str(each.reason) for each in sampling] == [True, True, True, False]
 
 
 def test_a_verifier_that_is_not_there(by_heart, prompts_file, registry, tmp_path):

@@ -15,8 +15,7 @@ from draftsmith.api import ServingPlan
 from draftsmith.checkpoint.exported import read_config
 from draftsmith.cli import main
 from draftsmith.errors import CheckpointError, ConfigError, ServingError, UserError
-from draftsmith.evaluation import methods
-from draftsmith.serving import serve
+from draftsmith.serving import serve, vllm_models
 from draftsmith.serving.serve import ServeCommand, serve_command
 
 
@@ -96,14 +95,20 @@ def test_the_linter_goes_first(checkpoint_copy, registry):
 
 
 def test_what_this_vllm_cannot_serve(exported, registry, monkeypatch):
-    monkeypatch.setattr(serve, "speculative_keys", lambda: frozenset({"method", "model"}))
+    monkeypatch.setattr(vllm_models, "vllm_version", lambda: "0.8.4")
+    monkeypatch.setattr(vllm_models, "speculative_keys", lambda: frozenset({"method", "model"}))
     assert serve_command(exported.folder, registry)
-    with pytest.raises(ServingError, match="does not take num_speculative_tokens_per_batch_size") as error:
+    with pytest.raises(ServingError) as error:
         serve_command(exported.folder, registry, disable_by_batch_size=4)
-    assert "vLLM 0.32 and later do" in str(error.value.hint)
-    monkeypatch.setattr(methods, "speculative_methods", lambda: frozenset({"ngram"}))
-    with pytest.raises(ServingError, match="does not know the method 'eagle3'"):
+    assert error.value.what == (
+        "vLLM 0.8.4 does not take num_speculative_tokens_per_batch_size in its speculative_config; "
+        "vLLM 0.25 and later do"
+    )
+    monkeypatch.setattr(vllm_models, "speculative_methods", lambda: frozenset({"ngram"}))
+    with pytest.raises(ServingError) as error:
         serve_command(exported.folder, registry)
+    assert error.value.what == "vLLM 0.8.4 does not know the method 'eagle3'; vLLM 0.8.5 and later do"
+    assert "written for vLLM 0.32" in str(error.value.hint)
     monkeypatch.setattr(serve, "vllm_version", lambda: None)
     with pytest.raises(ServingError, match="vLLM is not installed"):
         serve_command(exported.folder, registry)

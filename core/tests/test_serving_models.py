@@ -9,7 +9,14 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from draftsmith.serving.vllm_models import hands_out_hidden_states, speculative_keys, speculative_methods
+from draftsmith.serving import vllm_models
+from draftsmith.serving.vllm_models import (
+    hands_out_hidden_states,
+    speculative_keys,
+    speculative_methods,
+    unknown_keys,
+    unknown_method,
+)
 
 REGISTRY = """
 _MODELS = {
@@ -125,6 +132,25 @@ def test_the_methods_are_read_from_the_configuration(models, tmp_path):
     assert speculative_keys() is None
     (folder / "speculative.py").write_text("Renamed = Literal['ngram']")
     assert speculative_methods() is None
+
+
+def test_what_it_does_not_know_is_told_with_the_version_that_does(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_models, "vllm_version", lambda: "0.7.1")
+    folder = tmp_path / "config"
+    folder.mkdir()
+    (folder / "speculative.py").write_text(METHODS)
+    assert unknown_method("weld", "0.8") is None
+    assert unknown_method("solder", "0.8") == "vLLM 0.7.1 does not know the method 'solder'; vLLM 0.8 and later do"
+    assert unknown_method("solder") == "vLLM 0.7.1 does not know the method 'solder'"
+    assert unknown_method("wled") == "vLLM 0.7.1 does not know the method 'wled'; did you mean 'weld'?"
+    assert unknown_keys(["schedule"]) is None
+    assert (
+        unknown_keys(["schedule", "colour", "depth"], "0.9")
+        == "vLLM 0.7.1 does not take colour, depth in its speculative_config; vLLM 0.9 and later do"
+    )
+    assert str(unknown_keys(["depth"])).endswith(f"vLLM {vllm_models.WRITTEN_FOR} and later do")
+    (folder / "speculative.py").write_text("it reads otherwise")
+    assert unknown_method("solder") is unknown_keys(["depth"]) is None
 
 
 @pytest.mark.vllm

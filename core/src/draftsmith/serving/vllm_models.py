@@ -1,4 +1,4 @@
-"""What the installed vLLM's model classes can do, read from its source. Imports neither vLLM nor torch.
+"""What the installed vLLM can do, read from its source. Imports neither vLLM nor torch.
 
 A draft that reads hidden states needs a verifier whose class hands them out. vLLM finds out when the engine has loaded
 the weights; here it takes some milliseconds, before anything is captured or trained.
@@ -14,8 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["hands_out_hidden_states", "speculative_keys", "speculative_methods"]
+from draftsmith.errors import did_you_mean
+from draftsmith.serving.vllm_process import vllm_version
 
+__all__ = [
+    "hands_out_hidden_states",
+    "speculative_keys",
+    "speculative_methods",
+    "unknown_keys",
+    "unknown_method",
+]
+
+#: The vLLM that all of this is written for: what is not known to be in an earlier one is in this.
+WRITTEN_FOR = "0.32"
 #: The method of the interface through which an engine asks a model for the states of some layers.
 _METHOD = "set_aux_hidden_state_layers"
 #: Classes that inherit the method, and whose own forward leaves the states out.
@@ -64,6 +75,36 @@ def speculative_keys() -> frozenset[str] | None:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
     ]
     return frozenset(fields) or None
+
+
+def unknown_method(method: str, since: str | None = None) -> str | None:
+    """Why the installed vLLM does not take a method; None: it does, or there is none to ask.
+
+    Args:
+        since: the release of vLLM that it came with; None: not known.
+    """
+    known = speculative_methods()
+    if known is None or method in known:
+        return None
+    what = f"vLLM {vllm_version()} does not know the method {method!r}"
+    hint = did_you_mean(method, known) if since is None else f"vLLM {since} and later do"
+    return f"{what}; {hint}" if hint else what
+
+
+def unknown_keys(keys: Iterable[str], since: str = WRITTEN_FOR) -> str | None:
+    """Why the installed vLLM's ``speculative_config`` does not take all of *keys*; None as of :func:`unknown_method`.
+
+    Args:
+        since: a release of vLLM that takes them.
+    """
+    known = speculative_keys()
+    missing = [] if known is None else [key for key in keys if key not in known]
+    if not missing:
+        return None
+    return (
+        f"vLLM {vllm_version()} does not take {', '.join(missing)} in its speculative_config; "
+        f"vLLM {since} and later do"
+    )
 
 
 def _speculative_source() -> list[ast.stmt]:
