@@ -11,18 +11,14 @@ import shutil
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import attrs
 import psutil
 import pytest
-import torch
-from by_heart import Material, learn
 from exposition import AnsweringServer, served
+from questions import ANSWER, TOPICS
 
-from draftsmith.capture.engines.transformers import load_verifier
 from draftsmith.cli import main
-from draftsmith.data.template import load_tokenizer
 from draftsmith.errors import (
     CheckpointError,
     DataError,
@@ -37,7 +33,6 @@ from draftsmith.evaluation import run as run_module
 from draftsmith.evaluation.methods import plan_methods, read_checkpoint, split_names
 from draftsmith.evaluation.metrics import Spread, agree, largest_relative_gap
 from draftsmith.evaluation.picture import covered, pictured, pieces, request_length, worst_requests
-from draftsmith.evaluation.prompts import encode, load_prompts
 from draftsmith.evaluation.require import parse_requirement
 from draftsmith.evaluation.results import counters_of, figures, read_evaluation
 from draftsmith.evaluation.run import Settings, evaluate, simulated_name
@@ -47,36 +42,9 @@ from draftsmith.serving import vllm_models
 from draftsmith.serving.counters import read_metrics
 from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
-from draftsmith.serving.verifier_model import generate_greedily
 from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
 from draftsmith.stages import sole_writer
 from draftsmith.verifier import read_verifier
-
-TOPICS = ("colour", "number")
-#: Tokens of an answer, and how many more are known of it.
-ANSWER, BEYOND = 20, 8
-
-
-@pytest.fixture(scope="module")
-def prompts_file(tmp_path_factory) -> Path:
-    """Eight short questions in two categories."""
-    path = tmp_path_factory.mktemp("prompts") / "questions.jsonl"
-    rows = [{"prompt": f"Name {topic} {n}.", "category": topic} for topic in TOPICS for n in range(4)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def by_heart(registry, tiny_verifier, export_draft, prompts_file, tmp_path_factory) -> SimpleNamespace:
-    """A draft that has learnt the verifier's answers to these questions."""
-    ids = encode(load_prompts([str(prompts_file)], registry, Path()), load_tokenizer(tiny_verifier))
-    model = load_verifier(tiny_verifier, dtype=torch.float32, device=torch.device("cpu"))
-    prompts = [list(each) for each in ids]
-    answers = generate_greedily(model, prompts, ANSWER, BEYOND, ())
-    material = Material(tiny_verifier, read_verifier(tiny_verifier), model, prompts, answers)
-    return export_draft(
-        tmp_path_factory.mktemp("by_heart"), tiny_verifier, train=learn(material, registry, steps=120, rate=4e-3)
-    )
 
 
 def settings(by_heart, prompts_file, **further) -> Settings:
@@ -185,6 +153,15 @@ def test_a_checkpoint_that_no_vllm_serves(by_heart, prompts_file, registry, tmp_
     monkeypatch.setattr(vllm_models, "speculative_methods", lambda: frozenset({"ngram"}))
     with pytest.raises(ServingError, match=r"does not know the method 'eagle3'; vLLM 0\.8\.5 and later do"):
         evaluate(settings(by_heart, prompts_file), registry, tmp_path / "out")
+
+
+def test_a_vllm_that_cannot_sample_here(by_heart, prompts_file, registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "unsampled_here", lambda: "vLLM 1 cannot sample")
+    with pytest.raises(ServingError, match="vLLM 1 cannot sample") as error:
+        evaluate(settings(by_heart, prompts_file, temperature=0.7), registry, tmp_path / "out")
+    assert error.value.hint is None
+    monkeypatch.setattr(run_module, "run_engines", Engines({}))
+    assert evaluate(settings(by_heart, prompts_file), registry, tmp_path / "greedy").complete
 
 
 def test_keys_that_the_vllm_lacks(by_heart, exported, export_draft, tiny_verifier, registry, tmp_path, monkeypatch):

@@ -17,8 +17,13 @@ from draftsmith.checkpoint.lint import has_errors, lint_checkpoint
 from draftsmith.errors import CheckpointError, ServingError, UserError
 from draftsmith.evaluation.methods import Checkpoint, check_tokens, read_checkpoint, why_not_served
 from draftsmith.serving.schedule import KEY, SINCE, Step, disabled_above, read_plan
-from draftsmith.serving.vllm_models import WRITTEN_FOR, unknown_keys
-from draftsmith.serving.vllm_process import required_environment, server_command, vllm_environment, vllm_version
+from draftsmith.serving.vllm_models import WRITTEN_FOR, unknown_keys, unsampled_here
+from draftsmith.serving.vllm_process import (
+    required_environment,
+    server_command,
+    vllm_environment,
+    vllm_version,
+)
 
 if TYPE_CHECKING:
     from draftsmith.interfaces import Finding
@@ -117,7 +122,7 @@ def serve_command(
         environment=required_environment(checkpoint.plan),
         findings=tuple(findings),
         schedule=tuple(schedule),
-        notes=checkpoint.plan.notes,
+        notes=(*checkpoint.plan.notes, *filter(None, [unsampled_here()])),
     )
 
 
@@ -146,5 +151,7 @@ def _check_capability(checkpoint: Checkpoint, schedule: Sequence[Step]) -> None:
     reason = why_not_served(checkpoint.plan) or unknown_keys([KEY] if schedule else [], SINCE)
     if reason is not None:
         raise ServingError(
-            reason, where=str(checkpoint.folder), hint=f"all of this is written for vLLM {WRITTEN_FOR}, and tested there"
+            reason,
+            where=str(checkpoint.folder),
+            hint=f"all of this is written for vLLM {WRITTEN_FOR}, and tested there",
         )

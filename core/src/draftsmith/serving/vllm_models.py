@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from draftsmith.errors import did_you_mean
-from draftsmith.serving.vllm_process import vllm_version
+from draftsmith.serving.vllm_process import missing_v2_runner, vllm_version
 
 __all__ = [
     "hands_out_hidden_states",
@@ -23,6 +23,7 @@ __all__ = [
     "speculative_methods",
     "unknown_keys",
     "unknown_method",
+    "unsampled_here",
 ]
 
 #: The vLLM that all of this is written for: what is not known to be in an earlier one is in this.
@@ -107,6 +108,30 @@ def unknown_keys(keys: Iterable[str], since: str = WRITTEN_FOR) -> str | None:
     )
 
 
+def unsampled_here(*, gpu: bool | None = None) -> str | None:
+    """Why the installed vLLM cannot sample on this machine where tokens are drafted; None: it can, or that cannot be
+    said.
+
+    A kernel of Triton's hands the temperature and top-p of each request to its drafted tokens. What vLLM 0.32 has in
+    its place on CPUs without Triton (``cpu_triton_utils.py``, ``_expand_kernel_impl``) fills a copy in integers, and
+    drops it: the logits are then divided by whatever lay in memory. Greedy answers do not pass through there.
+
+    Args:
+        gpu: as of :func:`~draftsmith.serving.vllm_process.missing_v2_runner`, which needs Triton as well.
+    """
+    folder = _models_folder()
+    module = None if folder is None else _module(folder.parent.parent / "utils" / "cpu_triton_utils.py")
+    kernel = None if module is None else module.functions.get("_expand_kernel_impl")
+    if kernel is None or "_ensure_int64(output)" not in ast.unparse(kernel) or "copy_(" in ast.unparse(kernel):
+        return None
+    if missing_v2_runner(gpu=gpu) is None:
+        return None
+    return (
+        f"vLLM {vllm_version()} cannot sample on a CPU where tokens are drafted: temperature and top-p do not reach "
+        "them. It can be greedy (temperature 0), or run on a GPU"
+    )
+
+
 def _speculative_source() -> list[ast.stmt]:
     """The top level of the module that defines vLLM's ``speculative_config``; nothing where it cannot be read."""
     folder = _models_folder()
@@ -145,9 +170,10 @@ def _source(path: Path) -> str:
 
 
 class _Module(NamedTuple):
-    """One module of vLLM's models: its classes by name, and name in it → (module of vLLM's models, name there)."""
+    """One module of vLLM: classes and functions by name, and name in it → (module of vLLM's models, name there)."""
 
     classes: Mapping[str, ast.ClassDef]
+    functions: Mapping[str, ast.FunctionDef]
     imported: Mapping[str, tuple[str, str]]
 
 
@@ -157,7 +183,11 @@ def _module(path: Path) -> _Module | None:
         nodes = list(_statements(ast.parse(path.read_text(encoding="utf-8"))))
     except (OSError, SyntaxError, ValueError):
         return None
-    return _Module({node.name: node for node in nodes if isinstance(node, ast.ClassDef)}, _imported(nodes))
+    return _Module(
+        classes={node.name: node for node in nodes if isinstance(node, ast.ClassDef)},
+        functions={node.name: node for node in nodes if isinstance(node, ast.FunctionDef)},
+        imported=_imported(nodes),
+    )
 
 
 def _statements(module: ast.Module) -> Iterator[ast.stmt]:
