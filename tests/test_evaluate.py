@@ -691,3 +691,33 @@ def test_in_a_real_vllm(by_heart, prompts_file, registry, tmp_path):
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(tmp_path / "out" / "vllm")
     assert evaluate(asked, registry, tmp_path / "out") == found
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_sweep_in_a_real_vllm(by_heart, prompts_file, registry, tmp_path, capsys):
+    """Which number of tokens is best here is not known; that the plan follows from what was measured is."""
+    folder = tmp_path / "out"
+    command = [
+        "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--max-prompts", "4", "--dtype", "float32",
+        "--max-tokens", str(ANSWER), "--repetitions", "1", "--warm-up", "0", "--output", str(folder),
+        "--sweep", "tokens=1,3", "--sweep", "concurrency=2",
+    ]  # fmt: skip
+    assert main(command) == 0
+    assert "Speed-up over no draft" in capsys.readouterr().out
+    sweep, found = read_sweep(folder / "sweep.json"), read_evaluation(folder / "concurrency-2")
+    assert sweep.complete
+    assert [(each.tokens, each.concurrency, each.reason) for each in sweep.points] == [(1, 2, None), (3, 2, None)]
+    none, *drafts = found.methods
+    for method, point in zip(drafts, sweep.points, strict=True):
+        counted = counters_of(method)
+        assert counted.drafted == point.tokens * counted.drafts
+        assert point.speed_up == figures(method, none)["speed_up"]
+        assert method.losslessness.identical == 4
+    one, three = (point.acceptance_length for point in sweep.points)
+    assert 1 < one <= 2 < three <= 4
+    gained = {point.tokens: point.speed_up.median for point in sweep.points}
+    fastest = max(gained, key=gained.get)
+    best = fastest if gained[fastest] > 1 else 0
+    assert sweep.plan == (Step(1, NO_END, best),)
+    assert serve_command(by_heart.folder, registry, plan=folder / "plan.json").schedule == sweep.plan
