@@ -103,6 +103,22 @@ def exported(export_draft, tiny_verifier, tmp_path_factory):
     return export_draft(tmp_path_factory.mktemp("exported"), tiny_verifier, draft_size=128)
 
 
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory) -> Path:
+    """Eight short questions in two categories."""
+    from questions import write_questions
+
+    return write_questions(tmp_path_factory.mktemp("prompts") / "questions.jsonl")
+
+
+@pytest.fixture(scope="session")
+def by_heart(registry, tiny_verifier, export_draft, prompts_file, tmp_path_factory) -> SimpleNamespace:
+    """A draft that has learnt the verifier's answers to these questions."""
+    from questions import learn_questions
+
+    return learn_questions(prompts_file, tiny_verifier, registry, export_draft, tmp_path_factory.mktemp("by_heart"))
+
+
 @pytest.fixture
 def checkpoint_copy(exported, tmp_path) -> Path:
     """A copy of the good checkpoint, to be damaged."""

@@ -11,18 +11,14 @@ import shutil
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import attrs
 import psutil
 import pytest
-import torch
-from by_heart import Material, learn
 from exposition import AnsweringServer, served
+from questions import ANSWER, TOPICS
 
-from draftsmith.capture.engines.transformers import load_verifier
 from draftsmith.cli import main
-from draftsmith.data.template import load_tokenizer
 from draftsmith.errors import (
     CheckpointError,
     DataError,
@@ -33,50 +29,22 @@ from draftsmith.errors import (
     UserError,
     VerifierError,
 )
-from draftsmith.evaluation import methods as methods_module
 from draftsmith.evaluation import run as run_module
 from draftsmith.evaluation.methods import plan_methods, read_checkpoint, split_names
 from draftsmith.evaluation.metrics import Spread, agree, largest_relative_gap
 from draftsmith.evaluation.picture import covered, pictured, pieces, request_length, worst_requests
-from draftsmith.evaluation.prompts import encode, load_prompts
 from draftsmith.evaluation.require import parse_requirement
 from draftsmith.evaluation.results import counters_of, figures, read_evaluation
 from draftsmith.evaluation.run import Settings, evaluate, simulated_name
 from draftsmith.evaluation.sweep import Point, parse_sweep, plan_of, read_sweep
 from draftsmith.report.build import build_report
+from draftsmith.serving import vllm_models
 from draftsmith.serving.counters import read_metrics
 from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
-from draftsmith.serving.verifier_model import generate_greedily
 from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
 from draftsmith.stages import sole_writer
 from draftsmith.verifier import read_verifier
-
-TOPICS = ("colour", "number")
-#: Tokens of an answer, and how many more are known of it.
-ANSWER, BEYOND = 20, 8
-
-
-@pytest.fixture(scope="module")
-def prompts_file(tmp_path_factory) -> Path:
-    """Eight short questions in two categories."""
-    path = tmp_path_factory.mktemp("prompts") / "questions.jsonl"
-    rows = [{"prompt": f"Name {topic} {n}.", "category": topic} for topic in TOPICS for n in range(4)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def by_heart(registry, tiny_verifier, export_draft, prompts_file, tmp_path_factory) -> SimpleNamespace:
-    """A draft that has learnt the verifier's answers to these questions."""
-    ids = encode(load_prompts([str(prompts_file)], registry, Path()), load_tokenizer(tiny_verifier))
-    model = load_verifier(tiny_verifier, dtype=torch.float32, device=torch.device("cpu"))
-    prompts = [list(each) for each in ids]
-    answers = generate_greedily(model, prompts, ANSWER, BEYOND, ())
-    material = Material(tiny_verifier, read_verifier(tiny_verifier), model, prompts, answers)
-    return export_draft(
-        tmp_path_factory.mktemp("by_heart"), tiny_verifier, train=learn(material, registry, steps=120, rate=4e-3)
-    )
 
 
 def settings(by_heart, prompts_file, **further) -> Settings:
@@ -182,9 +150,32 @@ def test_without_vllm_it_says_what_to_install(by_heart, prompts_file, registry, 
 
 
 def test_a_checkpoint_that_no_vllm_serves(by_heart, prompts_file, registry, tmp_path, monkeypatch):
-    monkeypatch.setattr(methods_module, "speculative_methods", lambda: frozenset({"ngram"}))
-    with pytest.raises(ServingError, match="does not know the method 'eagle3'"):
+    monkeypatch.setattr(vllm_models, "speculative_methods", lambda: frozenset({"ngram"}))
+    with pytest.raises(ServingError, match=r"does not know the method 'eagle3'; vLLM 0\.8\.5 and later do"):
         evaluate(settings(by_heart, prompts_file), registry, tmp_path / "out")
+
+
+def test_a_vllm_that_cannot_sample_here(by_heart, prompts_file, registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "unsampled_here", lambda: "vLLM 1 cannot sample")
+    with pytest.raises(ServingError, match="vLLM 1 cannot sample") as error:
+        evaluate(settings(by_heart, prompts_file, temperature=0.7), registry, tmp_path / "out")
+    assert error.value.hint is None
+    monkeypatch.setattr(run_module, "run_engines", Engines({}))
+    assert evaluate(settings(by_heart, prompts_file), registry, tmp_path / "greedy").complete
+
+
+def test_keys_that_the_vllm_lacks(by_heart, exported, export_draft, tiny_verifier, registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_models, "speculative_keys", lambda: frozenset({"method", "model"}))
+    parallel = export_draft(tmp_path / "parallel", tiny_verifier, algorithm="peagle")
+    own, other = plan_methods(str(by_heart.folder), [str(parallel.folder)], registry)
+    assert own.reason is None
+    assert str(other.reason).endswith(
+        "does not take parallel_drafting in its speculative_config; vLLM 0.16 and later do"
+    )
+    names = [str(exported.folder), "medusa:hub/name", "ngram"]
+    sampling = plan_methods(str(by_heart.folder), names, registry, draft_sample_method="probabilistic")
+    told = "does not take draft_sample_method in its speculative_config; vLLM 0.32 and later do"
+    assert [told in str(each.reason) for each in sampling] == [True, True, True, False]
 
 
 def test_a_verifier_that_is_not_there(by_heart, prompts_file, registry, tmp_path):
@@ -700,3 +691,33 @@ def test_in_a_real_vllm(by_heart, prompts_file, registry, tmp_path):
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(tmp_path / "out" / "vllm")
     assert evaluate(asked, registry, tmp_path / "out") == found
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_sweep_in_a_real_vllm(by_heart, prompts_file, registry, tmp_path, capsys):
+    """Which number of tokens is best here is not known; that the plan follows from what was measured is."""
+    folder = tmp_path / "out"
+    command = [
+        "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--max-prompts", "4", "--dtype", "float32",
+        "--max-tokens", str(ANSWER), "--repetitions", "1", "--warm-up", "0", "--output", str(folder),
+        "--sweep", "tokens=1,3", "--sweep", "concurrency=2",
+    ]  # fmt: skip
+    assert main(command) == 0
+    assert "Speed-up over no draft" in capsys.readouterr().out
+    sweep, found = read_sweep(folder / "sweep.json"), read_evaluation(folder / "concurrency-2")
+    assert sweep.complete
+    assert [(each.tokens, each.concurrency, each.reason) for each in sweep.points] == [(1, 2, None), (3, 2, None)]
+    none, *drafts = found.methods
+    for method, point in zip(drafts, sweep.points, strict=True):
+        counted = counters_of(method)
+        assert counted.drafted == point.tokens * counted.drafts
+        assert point.speed_up == figures(method, none)["speed_up"]
+        assert method.losslessness.identical == 4
+    one, three = (point.acceptance_length for point in sweep.points)
+    assert 1 < one <= 2 < three <= 4
+    gained = {point.tokens: point.speed_up.median for point in sweep.points}
+    fastest = max(gained, key=gained.get)
+    best = fastest if gained[fastest] > 1 else 0
+    assert sweep.plan == (Step(1, NO_END, best),)
+    assert serve_command(by_heart.folder, registry, plan=folder / "plan.json").schedule == sweep.plan

@@ -1,4 +1,4 @@
-"""`draftsmith serve`: the command that it becomes, and what it refuses before vLLM starts."""
+"""`draftsmith serve`: the command that it becomes, what it refuses before vLLM starts, and what a real server does."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ import json
 import shlex
 import shutil
 import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
+import httpx
 import pytest
+from questions import ANSWER
 
 from draftsmith.api import ServingPlan
 from draftsmith.checkpoint.exported import read_config
 from draftsmith.cli import main
 from draftsmith.errors import CheckpointError, ConfigError, ServingError, UserError
-from draftsmith.evaluation import methods
-from draftsmith.serving import serve
+from draftsmith.evaluation.metrics import agree, difference
+from draftsmith.evaluation.results import BASELINE, figures, read_evaluation
+from draftsmith.evaluation.run import Settings, evaluate
+from draftsmith.evaluation.server import run_on_server, served_model
+from draftsmith.serving import serve, vllm_models
+from draftsmith.serving.counters import read_metrics
+from draftsmith.serving.schedule import Step, as_plan
 from draftsmith.serving.serve import ServeCommand, serve_command
+from draftsmith.serving.vllm_process import DraftCounters, running_process, running_server
 
 
 def speculative(command: ServeCommand) -> dict:
@@ -96,14 +109,20 @@ def test_the_linter_goes_first(checkpoint_copy, registry):
 
 
 def test_what_this_vllm_cannot_serve(exported, registry, monkeypatch):
-    monkeypatch.setattr(serve, "speculative_keys", lambda: frozenset({"method", "model"}))
+    monkeypatch.setattr(vllm_models, "vllm_version", lambda: "0.8.4")
+    monkeypatch.setattr(vllm_models, "speculative_keys", lambda: frozenset({"method", "model"}))
     assert serve_command(exported.folder, registry)
-    with pytest.raises(ServingError, match="does not take num_speculative_tokens_per_batch_size") as error:
+    with pytest.raises(ServingError) as error:
         serve_command(exported.folder, registry, disable_by_batch_size=4)
-    assert "vLLM 0.32 and later do" in str(error.value.hint)
-    monkeypatch.setattr(methods, "speculative_methods", lambda: frozenset({"ngram"}))
-    with pytest.raises(ServingError, match="does not know the method 'eagle3'"):
+    assert error.value.what == (
+        "vLLM 0.8.4 does not take num_speculative_tokens_per_batch_size in its speculative_config; "
+        "vLLM 0.25 and later do"
+    )
+    monkeypatch.setattr(vllm_models, "speculative_methods", lambda: frozenset({"ngram"}))
+    with pytest.raises(ServingError) as error:
         serve_command(exported.folder, registry)
+    assert error.value.what == "vLLM 0.8.4 does not know the method 'eagle3'; vLLM 0.8.5 and later do"
+    assert "written for vLLM 0.32" in str(error.value.hint)
     monkeypatch.setattr(serve, "vllm_version", lambda: None)
     with pytest.raises(ServingError, match="vLLM is not installed"):
         serve_command(exported.folder, registry)
@@ -119,6 +138,7 @@ def test_what_the_format_asks_for_is_passed_on(exported, registry, monkeypatch):
     )
     checkpoint = SimpleNamespace(folder=exported.folder, plan=plan, verifier=str(exported.verifier), trained=5)
     monkeypatch.setattr(serve, "read_checkpoint", lambda folder, registry: checkpoint)
+    monkeypatch.setattr(serve, "unsampled_here", lambda: None)
     found = serve_command(exported.folder, registry)
     assert found.environment == {"TINKER_MODE": "a b"}
     assert found.process_environment()["TINKER_MODE"] == "a b"
@@ -126,6 +146,8 @@ def test_what_the_format_asks_for_is_passed_on(exported, registry, monkeypatch):
     assert found.command[-1] == "--no-enable-prefix-caching"
     assert str(found).startswith("TINKER_MODE='a b' ")
     assert found.notes == ("Only whole blocks.",)
+    monkeypatch.setattr(serve, "unsampled_here", lambda: "This vLLM cannot sample.")
+    assert serve_command(exported.folder, registry).notes == ("Only whole blocks.", "This vLLM cannot sample.")
 
 
 def test_the_servers_environment_leaves_its_engine_and_the_hub_alone(exported, registry, monkeypatch):
@@ -151,3 +173,123 @@ def test_a_dry_run_prints_the_command(exported, capsys, monkeypatch):
     assert arguments == printed[:-2]
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
     assert main(["serve", str(exported.folder), "--disable-by-batch-size", "0"]) == 2
+
+
+# --- a real server ----------------------------------------------------------------------------------------------
+
+#: Two requests at once draft less than one, and more draft nothing.
+PLAN = [Step(1, 1, 3), Step(2, 2, 1), Step(3, 64, 2)]
+#: What both servers are started with. Without a cache of prefixes each repetition does the same work.
+OPTIONS = ("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager",
+           "--no-enable-prefix-caching")  # fmt: skip
+SAMPLING = {"temperature": 0.0, "max_tokens": ANSWER}
+
+
+@pytest.fixture(scope="module")
+def server(by_heart, tmp_path_factory) -> Iterator[str]:
+    """What ``draftsmith serve`` becomes, of a draft that knows the answers, with a plan that ends at two requests."""
+    folder = tmp_path_factory.mktemp("server")
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps(as_plan(PLAN)))
+    command = [
+        sys.executable, "-m", "draftsmith", "serve", str(by_heart.folder), "--plan", str(plan),
+        "--disable-by-batch-size", "2", "--", *OPTIONS,
+    ]  # fmt: skip
+    with running_process(command, log=folder / "log") as address:
+        yield address
+
+
+def answer_at_once(server: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """In one request, so that they are in the engine's batch together from their first step on."""
+    body = {"model": served_model(server), "prompt": prompts, "return_token_ids": True, **SAMPLING}
+    reply = httpx.post(f"{server}/v1/completions", json=body, timeout=300, trust_env=False).raise_for_status()
+    return [tuple(choice["token_ids"]) for choice in sorted(reply.json()["choices"], key=itemgetter("index"))]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_real_server_drafts_as_the_plan_says(server, by_heart):
+    """Its counters tell how many tokens a round were drafted, and the answers are the verifier's own at every load."""
+
+    def answered(load: int) -> DraftCounters:
+        before = read_metrics(server).counters
+        assert answer_at_once(server, by_heart.prompts[:load]) == by_heart.answers[:load]
+        return difference(before, read_metrics(server).counters)
+
+    alone = answered(1)
+    assert alone.drafted == 3 * alone.drafts > 0
+    # The last one of several, when the others have gone, drafts as one does.
+    two = answered(2)
+    assert 1 <= two.drafted / two.drafts < 2
+    # Three and more draft nothing: as two do, it would come to half of the tokens, as one does to more than all.
+    assert answered(4).drafted < 4 * ANSWER / 4
+    assert answered(8).drafted < 8 * ANSWER / 4
+    # The load has gone, and so has what it changed.
+    assert answered(1) == alone
+    found, trouble = run_on_server(server, by_heart.prompts, SAMPLING, concurrency=1)
+    assert trouble is None
+    assert found.counters.acceptance_length > 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_real_server_is_held_against_its_evaluation(server, by_heart, prompts_file, tmp_path, monkeypatch, capsys):
+    """All is well with the questions that it was evaluated with; others, that the draft knows nothing of, are told."""
+    evaluation = tmp_path / "evaluation"
+    command = [
+        "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--server", server, "--concurrency", "1",
+        "--repetitions", "1", "--max-tokens", str(ANSWER), "--output", str(evaluation),
+    ]  # fmt: skip
+    assert main(command) == 0
+    (method,) = read_evaluation(evaluation).methods
+    evaluated = figures(method, None)["acceptance_length"]
+
+    def watch_while_answering(prompts: list[list[int]]) -> tuple[int, dict]:
+        """The pause between the two readings is the time that the answers take."""
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            answer = partial(run_on_server, server, prompts, SAMPLING, concurrency=1)
+            patch.setattr("draftsmith.cli.watch.time", SimpleNamespace(sleep=lambda _: answer(), time=time.time))
+            code = main(["watch", server, "--once", "--json", "--evaluation", str(evaluation)])
+        (line,) = capsys.readouterr().out.splitlines()
+        return code, json.loads(line)
+
+    code, well = watch_while_answering([*by_heart.prompts, *by_heart.prompts])
+    assert (code, well["trouble"], well["alarms"]) == (0, None, [])
+    assert well["sample"]["rounds"] >= 100
+    assert well["sample"]["acceptance_length"] == pytest.approx(evaluated)
+
+    code, badly = watch_while_answering([prompt[::-1] for prompt in by_heart.prompts])
+    assert code == 1
+    assert badly["sample"]["rounds"] >= 100
+    assert badly["sample"]["acceptance_length"] < 0.9 * evaluated
+    assert [each["kind"] for each in badly["alarms"]] == ["acceptance"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_two_evaluations_of_real_servers_agree(server, by_heart, prompts_file, registry, tmp_path):
+    """In acceptance, and in the speed-up, which is taken within a repetition. By chance alone two of eight repetitions
+    each part in one of 6435 cases."""
+    with running_server(by_heart.verifier, *OPTIONS, log=tmp_path / "log") as alone:
+        asked = Settings(
+            checkpoint=str(by_heart.folder), prompts=(str(prompts_file),), max_prompts=4, max_tokens=ANSWER,
+            repetitions=8, warm_up=1, concurrency=1, dtype="float32",
+            servers={BASELINE: alone, str(by_heart.folder): server},
+        )  # fmt: skip
+        evaluations = {name: evaluate(asked, registry, tmp_path / name) for name in ("once", "twice")}
+        pair = attrs.evolve(asked, concurrency=2, repetitions=2)
+        evaluations["pair"] = evaluate(pair, registry, tmp_path / "pair")
+    found = {}
+    for name, each in evaluations.items():
+        none, draft = each.methods
+        assert each.complete
+        assert draft.losslessness.identical == 4
+        found[name] = figures(draft, none)
+    once, twice = found["once"], found["twice"]
+    assert once["speed_up"].count == 8
+    assert agree(once["speed_up"], twice["speed_up"])
+    assert agree(once["acceptance_length_spread"], twice["acceptance_length_spread"])
+    assert once["acceptance_length"] == twice["acceptance_length"]
+    # What does differ is told: two at once draft less.
+    assert not agree(once["acceptance_length_spread"], found["pair"]["acceptance_length_spread"])

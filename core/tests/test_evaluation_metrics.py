@@ -130,6 +130,18 @@ def test_spreads_agree_where_they_overlap():
     assert spread([None]) is None
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_how_often_chance_parts_two_evaluations(count):
+    ways = list(itertools.combinations(range(2 * count), count))
+    parted = 0
+    for ours in ways:
+        one, two = spread(ours), spread(set(range(2 * count)) - set(ours))
+        assert one is not None
+        assert two is not None
+        parted += not agree(one, two)
+    assert (parted, len(ways)) == (2, math.comb(2 * count, count))
+
+
 @given(RATES, st.floats(0.01, 100))
 def test_a_machine_that_slows_down_leaves_the_ratio(rates, factor):
     # In each repetition all methods are slowed alike; the ratio is that of each repetition.

@@ -9,7 +9,16 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from draftsmith.serving.vllm_models import hands_out_hidden_states, speculative_keys, speculative_methods
+from draftsmith.serving import vllm_models
+from draftsmith.serving.vllm_models import (
+    hands_out_hidden_states,
+    speculative_keys,
+    speculative_methods,
+    unknown_keys,
+    unknown_method,
+    unsampled_here,
+)
+from draftsmith.serving.vllm_process import vllm_environment
 
 REGISTRY = """
 _MODELS = {
@@ -125,6 +134,64 @@ def test_the_methods_are_read_from_the_configuration(models, tmp_path):
     assert speculative_keys() is None
     (folder / "speculative.py").write_text("Renamed = Literal['ngram']")
     assert speculative_methods() is None
+
+
+def test_what_it_does_not_know_is_told_with_the_version_that_does(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_models, "vllm_version", lambda: "0.7.1")
+    folder = tmp_path / "config"
+    folder.mkdir()
+    (folder / "speculative.py").write_text(METHODS)
+    assert unknown_method("weld", "0.8") is None
+    assert unknown_method("solder", "0.8") == "vLLM 0.7.1 does not know the method 'solder'; vLLM 0.8 and later do"
+    assert unknown_method("solder") == "vLLM 0.7.1 does not know the method 'solder'"
+    assert unknown_method("wled") == "vLLM 0.7.1 does not know the method 'wled'; did you mean 'weld'?"
+    assert unknown_keys(["schedule"]) is None
+    assert (
+        unknown_keys(["schedule", "colour", "depth"], "0.9")
+        == "vLLM 0.7.1 does not take colour, depth in its speculative_config; vLLM 0.9 and later do"
+    )
+    assert str(unknown_keys(["depth"])).endswith(f"vLLM {vllm_models.WRITTEN_FOR} and later do")
+    (folder / "speculative.py").write_text("it reads otherwise")
+    assert unknown_method("solder") is unknown_keys(["depth"]) is None
+
+
+KERNEL = """
+def _expand_kernel_impl(output, input_val):
+    {}
+"""
+
+
+def test_a_kernel_that_drops_what_it_fills_cannot_sample(models, tmp_path):
+    assert unsampled_here(gpu=False) is None
+    vllm_models._module.cache_clear()
+    folder = tmp_path / "utils"
+    folder.mkdir()
+    source = folder / "cpu_triton_utils.py"
+    source.write_text(KERNEL.format("fill(_ensure_int64(output), input_val)"))
+    assert "cannot sample on a CPU" in str(unsampled_here(gpu=False))
+    assert unsampled_here(gpu=True) is None
+    vllm_models._module.cache_clear()
+    source.write_text(KERNEL.format("filled = _ensure_int64(output); fill(filled, input_val); output.copy_(filled)"))
+    assert unsampled_here(gpu=False) is None
+    vllm_models._module.cache_clear()
+    source.write_text(KERNEL.format("fill(output, input_val)"))
+    assert unsampled_here(gpu=False) is None
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllms_kernel_for_cpus_samples_as_it_is_said_to():
+    code = (
+        "import torch; from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand\n"
+        "import vllm._custom_ops\n"
+        "filled, counts = torch.full((3,), 7.5), torch.tensor([2, 3])\n"
+        "expand(filled, torch.tensor([0.5, 0.25]), counts, 0, 1)\n"
+        "print(filled.tolist() == [0.5, 0.5, 0.25])"
+    )
+    environment = vllm_environment(gpu=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == str(unsampled_here(gpu=False) is None)
 
 
 @pytest.mark.vllm

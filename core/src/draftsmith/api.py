@@ -286,6 +286,8 @@ class ServingPlan:
         method: ``speculative_config["method"]``; always passed, since vLLM else guesses it from the path.
         num_speculative_tokens: the number written in the checkpoint.
         extra: further keys of ``speculative_config``.
+        since: the release of vLLM that the method and these keys came with, for whoever has an earlier one; None: not
+            known.
         engine: further engine arguments, by the names of ``vllm.LLM``'s keywords (``vllm serve`` spells them
             ``--like-this``); plain values. ``model`` and ``speculative_config`` are not among them.
         environment: variables that vLLM's processes must be started with.
@@ -300,6 +302,7 @@ class ServingPlan:
     method: str
     num_speculative_tokens: int
     extra: Mapping[str, Any] = field(factory=dict)
+    since: str | None = None
     engine: Mapping[str, Any] = field(factory=dict, validator=_leaves_to_core)
     environment: Mapping[str, str] = field(factory=dict)
     as_model: bool = True

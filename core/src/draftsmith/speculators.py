@@ -76,6 +76,7 @@ class SpeculatorsFormat(CheckpointFormat):
 
     Attributes:
         method: vLLM's name of what serves it.
+        since: the release of vLLM that it came with; None: not known.
         skipped: parts of names of tensors that vLLM's loader passes over.
         renamed: part of a name in other checkpoints → what vLLM's loader reads it as.
 
@@ -83,6 +84,7 @@ class SpeculatorsFormat(CheckpointFormat):
     """
 
     method: ClassVar[str]
+    since: ClassVar[str | None] = None
     skipped: ClassVar[tuple[str, ...]] = _ROTARY_TABLES
     renamed: ClassVar[Mapping[str, str]] = {"midlayer.": "layers.0."}
 
@@ -149,7 +151,7 @@ class SpeculatorsFormat(CheckpointFormat):
                 where="speculators_config.proposal_methods[0].speculative_tokens",
                 hint="vLLM refuses a configuration without it",
             )
-        return ServingPlan(method=self.method, num_speculative_tokens=tokens)
+        return ServingPlan(method=self.method, num_speculative_tokens=tokens, since=self.since)
 
     def _loaded(self, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> Iterator[tuple[str, _Part]]:
         """(stored name, part) of what vLLM's loader takes of stored tensors; what it skips is left out.

@@ -287,6 +287,7 @@ def test_only_runner_v2_serves_layers_of_two_kinds(material: Material, full: tup
     case = tiny_case(material, "dflash", options={"sliding_window": 9, "full_attention_indices": full})
     plan = case.format.serving(case.format.config(context(case)))
     assert (plan.method, plan.num_speculative_tokens, plan.needs_v2_runner) == ("dflash", 7, needed)
+    assert plan.since == "0.20"
 
 
 @pytest.mark.parametrize(("layers", "noted"), [(1, False), (2, True)])

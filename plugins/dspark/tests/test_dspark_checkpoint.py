@@ -159,7 +159,7 @@ def test_everything_that_vllm_would_guess_is_written(
 def test_vllm_is_asked_for_the_right_thing(case: AlgorithmCase, material: Material) -> None:
     plan = case.format.serving(written(case))
     assert (plan.method, plan.num_speculative_tokens, plan.needs_v2_runner) == ("dspark", 4, True)
-    assert plan.unservable is None
+    assert plan.unservable is plan.since is None
     assert any("enable_adaptive_verification" in each for each in plan.notes)
     for options, reason in (
         ({"markov_head": "rnn"}, "kind rnn"),

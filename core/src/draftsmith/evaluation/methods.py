@@ -25,7 +25,7 @@ from draftsmith.checkpoint.exported import CONFIG, open_format, read_config, sch
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.evaluation.results import BASELINE
 from draftsmith.evaluation.server import check_server
-from draftsmith.serving.vllm_models import speculative_keys, speculative_methods
+from draftsmith.serving.vllm_models import WRITTEN_FOR, speculative_keys, unknown_keys, unknown_method
 from draftsmith.serving.vllm_process import missing_v2_runner, required_environment, vllm_version
 from draftsmith.speculators import trained_tokens
 
@@ -197,7 +197,7 @@ def _of_checkpoint(
         speculative_config={**config, **sampling, "num_speculative_tokens": tokens},
         engine=plan.engine,
         required=required_environment(plan),
-        reason=why_not_served(plan),
+        reason=why_not_served(plan) or unknown_keys(sampling),
         checkpoint=checkpoint,
     )
 
@@ -226,16 +226,7 @@ def why_not_served(plan: ServingPlan) -> str | None:
     missing = missing_v2_runner() if plan.needs_v2_runner else None
     if missing is not None:
         return f"it needs vLLM's model runner V2, which cannot run here: {missing}"
-    return _unknown_to_vllm(plan.method)
-
-
-def _unknown_to_vllm(method: str) -> str | None:
-    """Why the installed vLLM does not take the method; None: it does, or there is none to ask."""
-    known = speculative_methods()
-    if known is None or method in known:
-        return None
-    near = did_you_mean(method, known)
-    return f"vLLM {vllm_version()} does not know the method {method!r}" + (f"; {near}" if near else "")
+    return unknown_method(plan.method, plan.since) or unknown_keys(plan.extra, plan.since or WRITTEN_FOR)
 
 
 def _of_vllm(name: str, tokens: int, sampling: Mapping[str, Any]) -> MethodPlan:
@@ -254,7 +245,7 @@ def _of_vllm(name: str, tokens: int, sampling: Mapping[str, Any]) -> MethodPlan:
         if not local.exists() and model.startswith((".", "/", "~")):
             raise UserError("there is no such model", where=f"--against {name}", hint="name its folder")
         config = {**config, "model": str(local.absolute()) if local.exists() else model, **sampling}
-    reason = _unknown_to_vllm(method)
+    reason = unknown_method(method) or unknown_keys(sampling if model else ())
     if reason is None and method in _NEEDS_MODEL and not model:
         raise UserError(f"{method} needs a model", where=f"--against {name}", hint=f"write {method}:FOLDER")
     if reason is None and method in _PACKAGES:

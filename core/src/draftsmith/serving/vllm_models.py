@@ -1,4 +1,4 @@
-"""What the installed vLLM's model classes can do, read from its source. Imports neither vLLM nor torch.
+"""What the installed vLLM can do, read from its source. Imports neither vLLM nor torch.
 
 A draft that reads hidden states needs a verifier whose class hands them out. vLLM finds out when the engine has loaded
 the weights; here it takes some milliseconds, before anything is captured or trained.
@@ -14,8 +14,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["hands_out_hidden_states", "speculative_keys", "speculative_methods"]
+from draftsmith.errors import did_you_mean
+from draftsmith.serving.vllm_process import missing_v2_runner, vllm_version
 
+__all__ = [
+    "hands_out_hidden_states",
+    "speculative_keys",
+    "speculative_methods",
+    "unknown_keys",
+    "unknown_method",
+    "unsampled_here",
+]
+
+#: The vLLM that all of this is written for: what is not known to be in an earlier one is in this.
+WRITTEN_FOR = "0.32"
 #: The method of the interface through which an engine asks a model for the states of some layers.
 _METHOD = "set_aux_hidden_state_layers"
 #: Classes that inherit the method, and whose own forward leaves the states out.
@@ -66,6 +78,60 @@ def speculative_keys() -> frozenset[str] | None:
     return frozenset(fields) or None
 
 
+def unknown_method(method: str, since: str | None = None) -> str | None:
+    """Why the installed vLLM does not take a method; None: it does, or there is none to ask.
+
+    Args:
+        since: the release of vLLM that it came with; None: not known.
+    """
+    known = speculative_methods()
+    if known is None or method in known:
+        return None
+    what = f"vLLM {vllm_version()} does not know the method {method!r}"
+    hint = did_you_mean(method, known) if since is None else f"vLLM {since} and later do"
+    return f"{what}; {hint}" if hint else what
+
+
+def unknown_keys(keys: Iterable[str], since: str = WRITTEN_FOR) -> str | None:
+    """Why the installed vLLM's ``speculative_config`` does not take all of *keys*; None as of :func:`unknown_method`.
+
+    Args:
+        since: a release of vLLM that takes them.
+    """
+    known = speculative_keys()
+    missing = [] if known is None else [key for key in keys if key not in known]
+    if not missing:
+        return None
+    return (
+        f"vLLM {vllm_version()} does not take {', '.join(missing)} in its speculative_config; "
+        f"vLLM {since} and later do"
+    )
+
+
+def unsampled_here(*, gpu: bool | None = None) -> str | None:
+    """Why the installed vLLM cannot sample on this machine where tokens are drafted; None: it can, or that cannot be
+    said.
+
+    A kernel of Triton's hands the temperature and top-p of each request to its drafted tokens. What vLLM 0.32 has in
+    its place on CPUs without Triton (``cpu_triton_utils.py``, ``_expand_kernel_impl``) fills a copy in integers, and
+    drops it: the logits are then divided by whatever lay in memory. Greedy answers do not pass through there.
+
+    Args:
+        gpu: as of :func:`~draftsmith.serving.vllm_process.missing_v2_runner`, which needs Triton as well.
+    """
+    folder = _models_folder()
+    module = None if folder is None else _module(folder.parent.parent / "utils" / "cpu_triton_utils.py")
+    kernel = None if module is None else module.functions.get("_expand_kernel_impl")
+    if kernel is None or "_ensure_int64(output)" not in ast.unparse(kernel) or "copy_(" in ast.unparse(kernel):
+        return None
+    if missing_v2_runner(gpu=gpu) is None:
+        return None
+    return (
+        f"vLLM {vllm_version()} cannot sample on a CPU where tokens are drafted: temperature and top-p do not reach "
+        "them. It can be greedy (temperature 0), or run on a GPU"
+    )
+
+
 def _speculative_source() -> list[ast.stmt]:
     """The top level of the module that defines vLLM's ``speculative_config``; nothing where it cannot be read."""
     folder = _models_folder()
@@ -104,9 +170,10 @@ def _source(path: Path) -> str:
 
 
 class _Module(NamedTuple):
-    """One module of vLLM's models: its classes by name, and name in it → (module of vLLM's models, name there)."""
+    """One module of vLLM: classes and functions by name, and name in it → (module of vLLM's models, name there)."""
 
     classes: Mapping[str, ast.ClassDef]
+    functions: Mapping[str, ast.FunctionDef]
     imported: Mapping[str, tuple[str, str]]
 
 
@@ -116,7 +183,11 @@ def _module(path: Path) -> _Module | None:
         nodes = list(_statements(ast.parse(path.read_text(encoding="utf-8"))))
     except (OSError, SyntaxError, ValueError):
         return None
-    return _Module({node.name: node for node in nodes if isinstance(node, ast.ClassDef)}, _imported(nodes))
+    return _Module(
+        classes={node.name: node for node in nodes if isinstance(node, ast.ClassDef)},
+        functions={node.name: node for node in nodes if isinstance(node, ast.FunctionDef)},
+        imported=_imported(nodes),
+    )
 
 
 def _statements(module: ast.Module) -> Iterator[ast.stmt]:

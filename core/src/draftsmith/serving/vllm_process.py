@@ -41,6 +41,7 @@ __all__ = [
     "missing_v2_runner",
     "required_environment",
     "run_engines",
+    "running_process",
     "running_server",
     "server_command",
     "vllm_environment",
@@ -453,17 +454,30 @@ def running_server(
     Raises:
         ServingError: it ended, or did not answer in time.
     """
+    environment = vllm_environment(required=required)
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the server's engine is a process of its own
+    command = server_command(model, *arguments)
+    with running_process(command, log=log, timeout=timeout, environment=environment) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def running_process(
+    command: Sequence[str], *, log: Path, timeout: float = 300.0, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """As :func:`running_server`, of any *command* that becomes a vLLM server and ends in arguments of that.
+
+    Args:
+        environment: of the process; None: this one's.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    environment = vllm_environment(required=required)
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the server's engine is a process of its own
-    command = server_command(model, "--host", "127.0.0.1", "--port", str(port), *arguments)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as output:
         child = subprocess.Popen(
-            command,
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -189,6 +189,7 @@ class DFlashCheckpoint(BlockCheckpoint):
     """Reads, writes and checks DFlash drafts. What all speculators formats share is linted by the core."""
 
     method = "dflash"
+    since = "0.20"  # by NVIDIA's guide to serving drafts of NeMo AutoModel with vLLM
 
     def config(self, context: ExportContext) -> dict[str, Any]:
         own = {**self.block_keys(context), "sample_from_anchor": False}

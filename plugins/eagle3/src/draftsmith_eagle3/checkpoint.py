@@ -47,6 +47,7 @@ class NetworkCheckpoint(SpeculatorsFormat):
     """
 
     method = "eagle3"
+    since = "0.8.5"  # https://github.com/vllm-project/vllm/pull/16937
     flags: ClassVar[Mapping[str, bool]]
 
     # --- writing ------------------------------------------------------------------------------------------------

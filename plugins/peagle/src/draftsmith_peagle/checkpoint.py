@@ -119,8 +119,8 @@ class PEagleCheckpoint(NetworkCheckpoint):
         super().load(model, given, config)
 
     def serving(self, config: Mapping[str, Any]) -> ServingPlan:
-        """vLLM's method for EAGLE-3, all tokens in one pass."""
-        return evolve(super().serving(config), extra={"parallel_drafting": True})
+        """vLLM's method for EAGLE-3, all tokens in one pass: https://github.com/vllm-project/speculators/pull/480."""
+        return evolve(super().serving(config), extra={"parallel_drafting": True}, since="0.16")
 
     # --- beginning from another checkpoint ----------------------------------------------------------------------
 
