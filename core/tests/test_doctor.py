@@ -195,6 +195,20 @@ def test_an_algorithm_that_registers_itself_needs_the_plugin_in_vllm(serving, mo
     assert remark.severity == "fine"
 
 
+def test_a_network_of_its_own_is_served_through_the_plugin(serving, monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    (remark,) = serving('vllm_methods=("eagle3",), vllm_network="nowhere:Network"')
+    assert remark.severity == "fine"
+    assert "served through draftsmith's vLLM plugin" in remark.what
+
+
+def test_a_network_of_its_own_needs_the_method_that_drives_it(serving, monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    (remark,) = serving('vllm_methods=("ngram_tree",), vllm_network="nowhere:Network"')
+    assert remark.severity == "warning"
+    assert "no method ngram_tree, and will not serve its drafts" in remark.what
+
+
 def test_an_algorithm_that_says_nothing_of_vllm_is_told_so(serving):
     (remark,) = serving("full_vocabulary=True")
     assert remark.what == "tinker does not say how vLLM serves it"
