@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from chats import write_chats
-from command_line import assert_served_as_simulated, verification
+from command_line import assert_served_as_model, assert_served_as_simulated
 from outsider import Outsider
-
-from draftsmith.testing.verifiers import make_tiny_verifier
+from outsider_runs import serve_again, serve_what_it_learnt, write_recipe
+from runner_v2 import v2_environment
 
 pytestmark = pytest.mark.slow
 
@@ -65,26 +62,6 @@ def test_the_kit_passes_without_a_test(outsider: Outsider, example: Path) -> Non
     assert ", 0 failed, in " in done.stdout
 
 
-def write_recipe(folder: Path, **changes: object) -> Path:
-    """A run of Medusa heads, unless *changes* say otherwise, on a tiny verifier and its own answers."""
-    verifier = folder / "verifier"
-    if not verifier.exists():
-        make_tiny_verifier(verifier)
-        write_chats(folder / "chats.jsonl")
-    recipe = {
-        "verifier": str(verifier),
-        "output": str(folder / "run"),
-        "algorithm": "medusa",
-        "data": {"sources": ["chats.jsonl"], "max_length": 128},
-        "capture": {"engine": "transformers", "store_dtype": "float32"},
-        "train": {"epochs": 2, "tokens_per_row": 256},
-        **changes,
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return path
-
-
 def test_medusa_heads_are_trained_with_somebody_elses_loss_and_exported(outsider: Outsider, tmp_path: Path) -> None:
     """Two packages that know nothing of each other, in one run; the linter takes the checkpoint as it is."""
     loss = {"name": "focal", "options": {"gamma": 1.0}}
@@ -102,18 +79,6 @@ def test_medusa_heads_are_trained_with_somebody_elses_loss_and_exported(outsider
     assert "pip install draftsmith-medusa" in alone.stdout + alone.stderr
 
 
-def serve_what_it_learnt(outsider: Outsider, folder: Path, algorithm: str) -> dict[str, Any]:
-    """Figures of a whole run, until a real vLLM has served a draft that knows the verifier's answers."""
-    verify = {"prompts": "chats.jsonl", "max_tokens": 16, "max_prompts": 4, "require_vllm": True}
-    train = {"epochs": 40, "tokens_per_row": 512, "learning_rate": 0.003, "compute_dtype": "float32"}
-    answers = {"keep_cut_answers": True, "responses": "regenerate", "generation": {"max_tokens": 24}}
-    data = {"sources": ["chats.jsonl"], "max_length": 128, **answers}
-    recipe = write_recipe(folder, algorithm=algorithm, verify=verify, train=train, data=data)
-    done = outsider.draftsmith("run", str(recipe))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return verification(folder / "run")
-
-
 @pytest.mark.vllm
 def test_vllm_serves_medusa_heads_as_the_simulator_says(outsider: Outsider, tmp_path: Path) -> None:
     """Greedy output is the verifier's alone, and what is accepted is what the simulator counts."""
@@ -127,8 +92,10 @@ def test_vllm_serves_a_draft_that_it_has_never_heard_of(outsider: Outsider, tmp_
     """Beside its verifier, and as the model: draftsmith's entry point makes the package known to each process."""
     found = serve_what_it_learnt(outsider, tmp_path, "toy")
     assert_served_as_simulated(found)
+    assert_served_as_model(found)
     assert found["served"]["all"]["acceptance_per_position"][0] > 0.3
     assert found["served"]["all"]["acceptance_per_position"][-1] > 0
-    as_model = found["ways"]["as_model"]
-    assert as_model["identical"] == as_model["prompts"] > 0
-    assert as_model["served"] == as_model["served_with_draft"]
+    again = serve_again(outsider, tmp_path, {"VLLM_USE_V2_MODEL_RUNNER": "1", **v2_environment()})
+    assert "Using V2 Model Runner" in (tmp_path / "run" / "verification" / "vllm" / "vllm.log").read_text()
+    assert_served_as_simulated(again)
+    assert_served_as_model(again)

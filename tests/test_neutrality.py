@@ -126,6 +126,7 @@ LIGHT_MODULES = (
     "draftsmith.hookspecs",
     "draftsmith.interfaces",
     "draftsmith.plugins",
+    "draftsmith.recurrent",
     "draftsmith.speculators",
     "draftsmith.stages",
     "draftsmith.stored_tensors",

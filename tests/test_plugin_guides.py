@@ -22,12 +22,20 @@ def test_a_reader_can_do_what_it_says(tmp_path: Path, page: Path) -> None:
     assert done or "```" not in page.read_text(encoding="utf-8")
 
 
-def test_the_tutorial_is_among_them() -> None:
-    assert DOCS / "plugins" / "first-plugin.md" in PAGES
+@pytest.mark.vllm
+def test_a_reader_gets_an_algorithm_served_by_vllm(tmp_path: Path) -> None:
+    page = DOCS / "plugins" / "first-algorithm.md"
+    assert [block for block in blocks(page) if block.starts_vllm]
+    (tmp_path / "work").mkdir()
+    Reader(Outsider(tmp_path / "environment"), tmp_path / "work").follow(page, vllm=True)
+
+
+def test_the_tutorials_are_among_them() -> None:
+    assert {DOCS / "plugins" / f"first-{each}.md" for each in ("plugin", "algorithm")} <= set(PAGES)
 
 
 def test_what_is_shown_of_the_examples_is_what_they_have() -> None:
     shown = [block for page in PAGES for block in blocks(page) if (ROOT / "examples" / block.file).is_file()]
-    assert [block.file for block in shown] == ["draftsmith-toy/src/draftsmith_toy/serving.py"]
+    assert [block.file for block in shown] == ["draftsmith-toy/src/draftsmith_toy/network.py"]
     for block in shown:
         assert block.text == (ROOT / "examples" / block.file).read_text(encoding="utf-8")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+#: A distribution that is not installed: an algorithm and a transport for the tests of training.
+TINY = Path(__file__).parent / "tiny"
 
 
 class FakeSite:
@@ -156,6 +161,16 @@ def tinker(site: FakeSite, monkeypatch: pytest.MonkeyPatch) -> FakeSite:
     site.install("draftsmith-tinker", {"tinker": "fake_tinker"}, version="2.5", modules={"fake_tinker": TINKER})
     monkeypatch.setenv("DRAFTSMITH_PLUGINS", "tinker")
     return site
+
+
+@pytest.fixture(scope="module")
+def case() -> Iterator[ModuleType]:
+    """``draftsmith_tiny.case``, whose distribution this process finds, and those that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TINY))
+        patch.setenv("PYTHONPATH", f"{TINY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield importlib.import_module("draftsmith_tiny.case")
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,21 @@ def transport(**changes: object) -> api.Transport:
     )
 
 
+def test_a_network_for_vllm_says_which_method_drives_it() -> None:
+    values = {
+        **{name: name for name in ("name", "summary", "architecture", "loss", "mask", "schema")},
+        "implementation": "nowhere:Algorithm",
+        "options": Options,
+        "requirements": lambda options, verifier: api.CaptureRequirements(layer_ids=()),
+        "max_speculative_tokens": lambda options: 1,
+    }
+    assert api.Algorithm(**values, vllm_network="nowhere:Network", vllm_methods=("one",)).vllm_methods == ("one",)
+    with pytest.raises(ValueError, match="vllm_network needs vllm_methods"):
+        api.Algorithm(**values, vllm_network="nowhere:Network")
+    with pytest.raises(ValueError, match=r"must read 'package.module:attribute'"):
+        api.Algorithm(**values, vllm_network="nowhere", vllm_methods=("one",))
+
+
 def test_what_loses_something_is_an_option_of_the_transport() -> None:
     assert transport(lossy=("encoding",)).lossy == ("encoding",)
     with pytest.raises(ValueError, match="options that 'shelf' does not have: codec, width"):

@@ -22,7 +22,7 @@ from draftsmith.interfaces import StateLayout
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.verifier import read_verifier
 
-TOY = Path(__file__).parent / "toy"
+TINY = Path(__file__).parent / "tiny"
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def verifier(tmp_path_factory):
 
 @pytest.fixture
 def transport(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(TOY))
-    from draftsmith_toy.plugin import draftsmith_transports
+    monkeypatch.syspath_prepend(str(TINY))
+    from draftsmith_tiny.plugin import draftsmith_transports
 
     described: Transport = draftsmith_transports()[0]
     return open_transport(described, described.options(), tmp_path / "samples")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -41,17 +40,6 @@ from draftsmith.errors import (
     VerifierError,
 )
 from draftsmith.testing.verifiers import make_tiny_verifier
-
-TOY = Path(__file__).parent / "toy"
-
-
-@pytest.fixture(scope="module")
-def case():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOY))
-        patch.setenv("PYTHONPATH", f"{TOY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield importlib.import_module("draftsmith_toy.case")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def make_run(tiny_verifier: Path, tmp_path: Path) -> Callable[..., Run]:
         data.setdefault("sources", ["data.jsonl"])
         recipe = Recipe(
             verifier=str(verifier),
-            algorithm=NamedConfig(name="toy"),
+            algorithm=NamedConfig(name="tiny"),
             output=str(tmp_path / "out"),
             data=DataConfig(**data),
             vocabulary=VocabularyConfig(draft_size=draft_size),

@@ -296,7 +296,7 @@ def make_run(verifier: VerifierFacts, tmp_path: Path, engine: Any = "transformer
     data.setdefault("generation", GenerationConfig(max_tokens=10, batch_size=4))
     recipe = Recipe(
         verifier=str(verifier.path),
-        algorithm=NamedConfig(name="toy"),
+        algorithm=NamedConfig(name="tiny"),
         output=str(tmp_path / "out"),
         data=DataConfig(sources=["prompts.jsonl"], responses="regenerate", **data),
         capture=CaptureConfig(engine=engine, dtype="float32"),

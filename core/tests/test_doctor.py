@@ -195,6 +195,20 @@ def test_an_algorithm_that_registers_itself_needs_the_plugin_in_vllm(serving, mo
     assert remark.severity == "fine"
 
 
+def test_a_network_of_its_own_is_served_through_the_plugin(serving, monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    (remark,) = serving('vllm_methods=("eagle3",), vllm_network="nowhere:Network"')
+    assert remark.severity == "fine"
+    assert "served through draftsmith's vLLM plugin" in remark.what
+
+
+def test_a_network_of_its_own_needs_the_method_that_drives_it(serving, monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    (remark,) = serving('vllm_methods=("ngram_tree",), vllm_network="nowhere:Network"')
+    assert remark.severity == "warning"
+    assert "no method ngram_tree, and will not serve its drafts" in remark.what
+
+
 def test_an_algorithm_that_says_nothing_of_vllm_is_told_so(serving):
     (remark,) = serving("full_vocabulary=True")
     assert remark.what == "tinker does not say how vLLM serves it"
@@ -208,14 +222,14 @@ def test_without_vllm_nothing_is_said_of_serving(serving):
 
 
 @pytest.fixture
-def toy(tmp_path, verifier_folder, monkeypatch):
-    """``toy(changes)``: a resolved run of the toy algorithm, through a transport with room for so many bytes."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "toy"))
-    case = importlib.import_module("draftsmith_toy.case")
+def tiny(tmp_path, verifier_folder, monkeypatch):
+    """``tiny(changes)``: a resolved run of the tiny algorithm, through a transport with room for so many bytes."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "tiny"))
+    case = importlib.import_module("draftsmith_tiny.case")
     recipe = case.write_recipe(tmp_path, verifier_folder, conversations=12)
 
     def make(*changes, free=None):
-        from draftsmith_toy.transport import Files
+        from draftsmith_tiny.transport import Files
 
         monkeypatch.setattr(Files, "free_bytes", lambda self: free)
         return resolve(load_recipe(recipe, changes), load_plugins())
@@ -229,48 +243,48 @@ def of_disk(run):
     return found
 
 
-#: What the toy's states take: three ids of 64 numbers in bfloat16 and a token id for a token, and something a sample.
+#: What the tiny's states take: three ids of 64 numbers in bfloat16 and a token id for a token, and something a sample.
 TOKEN, SAMPLE = 3 * 64 * 2 + 8, 256
 
 
-def test_before_the_rows_are_prepared_a_token_and_a_row_are_told(toy):
-    said = of_disk(toy())
+def test_before_the_rows_are_prepared_a_token_and_a_row_are_told(tiny):
+    said = of_disk(tiny())
     assert said.what.startswith(f"{TOKEN + SAMPLE // 128} B of hidden states a token, ")
     assert " a row of 128" in said.what
     assert "`draftsmith prepare`" in said.hint
 
 
-def test_states_of_the_prepared_rows_are_held_against_the_room_for_them(toy):
+def test_states_of_the_prepared_rows_are_held_against_the_room_for_them(tiny):
     from draftsmith.data.dataset import open_prepared
     from draftsmith.data.prepare import run_prepare
 
-    run = toy()
+    run = tiny()
     run_prepare(run)
     data = open_prepared(run.folders.prepared)
     lengths = [*data.train.lengths, *data.validation.lengths]
     needed = sum(lengths) * (TOKEN + STATISTICS_BYTES) + len(lengths) * SAMPLE
-    said = of_disk(toy())
+    said = of_disk(tiny())
     assert said.what.startswith(f"{len(lengths)} rows, {sum(lengths)} tokens, {human_bytes(needed)} of hidden states")
-    assert said.what.endswith("the transport 'toy-files' does not say how much it has room for")
-    assert of_disk(toy(free=2 * needed)).severity == "fine"
-    error = of_disk(toy(free=needed - 1))
+    assert said.what.endswith("the transport 'tiny-files' does not say how much it has room for")
+    assert of_disk(tiny(free=2 * needed)).severity == "fine"
+    error = of_disk(tiny(free=needed - 1))
     assert error.severity == "error"
     assert "capture.mode: online" in error.hint
 
 
-def test_online_the_window_alone_must_find_room(toy):
+def test_online_the_window_alone_must_find_room(tiny):
     window = 4 * (128 * (TOKEN + STATISTICS_BYTES) + SAMPLE)
     online = ("capture.mode=online", "online.ahead=4")
-    said = of_disk(toy(*online, free=2 * window))
+    said = of_disk(tiny(*online, free=2 * window))
     assert said.severity == "fine"
     assert said.what.startswith(f"{human_bytes(window)} of hidden states, of 4 rows that may wait (online.ahead)")
-    error = of_disk(toy(*online, free=window - 1))
+    error = of_disk(tiny(*online, free=window - 1))
     assert error.severity == "error"
     assert error.hint.startswith("lower online.ahead (4)")
 
 
-def test_memory_is_held_against_that_of_the_device(toy):
-    run = toy()
+def test_memory_is_held_against_that_of_the_device(tiny):
+    run = tiny()
     weights = sum(path.stat().st_size for path in run.verifier.path.glob("*.safetensors"))
     fine = [each for each in examine_run(run, (2**40,)) if each.about == "memory"]
     assert [each.severity for each in fine] == ["fine", "fine"]
@@ -283,28 +297,28 @@ def test_memory_is_held_against_that_of_the_device(toy):
         training = list(examine_run(run, (memory,)))[-1]
         assert training.severity == severity
         assert "train.tokens_per_row" in training.hint
-    elsewhere = toy("capture.mode=online", "online.endpoints=[http://far:8000]")
+    elsewhere = tiny("capture.mode=online", "online.endpoints=[http://far:8000]")
     assert len([each for each in examine_run(elsewhere, (2**40,)) if each.about == "memory"]) == 1
 
 
-def test_training_takes_more_where_rows_are_longer(toy):
-    run = toy()
-    longer = toy("train.tokens_per_row=512")
+def test_training_takes_more_where_rows_are_longer(tiny):
+    run = tiny()
+    longer = tiny("train.tokens_per_row=512")
     # Three ids of 64 numbers in bfloat16, and in the dtype of the computation.
     assert training_bytes(longer) - training_bytes(run) == (512 - 256) * 3 * 64 * (2 + 4)
     assert training_bytes(run) > run.verifier.vocab_size * run.verifier.hidden_size * 4
 
 
 @pytest.mark.slow
-def test_a_recipe_is_told_after_the_machine_and_its_mistakes_are_errors(toy, capsys):
-    code = main(["doctor", str(toy.recipe)])
+def test_a_recipe_is_told_after_the_machine_and_its_mistakes_are_errors(tiny, capsys):
+    code = main(["doctor", str(tiny.recipe)])
     out = capsys.readouterr().out
-    machine, _, recipe = out.partition(f"\n{toy.recipe}:\n")
+    machine, _, recipe = out.partition(f"\n{tiny.recipe}:\n")
     assert "Python:" in machine
     assert "of hidden states a token" in recipe
     assert code == int(any(line.startswith("ERROR") for line in out.splitlines()))
-    toy.recipe.write_text(toy.recipe.read_text().replace("algorithm: toy", "algorithm: tou"))
-    assert main(["doctor", str(toy.recipe)]) == 2
-    assert "did you mean 'toy'?" in capsys.readouterr().err
+    tiny.recipe.write_text(tiny.recipe.read_text().replace("algorithm: tiny", "algorithm: tinu"))
+    assert main(["doctor", str(tiny.recipe)]) == 2
+    assert "did you mean 'tiny'?" in capsys.readouterr().err
     assert main(["doctor", "--set", "train.epochs=1"]) == 2
     assert "none is named" in capsys.readouterr().err

@@ -21,13 +21,13 @@ from draftsmith.plugins import load_plugins, load_reference
 from draftsmith.plugins.blame import naming_plugins, plugin_error
 from draftsmith.testing.verifiers import make_tiny_verifier
 
-TOY = Path(__file__).parent / "toy"
+TINY = Path(__file__).parent / "tiny"
 
 #: One item of every kind, each of which fails when it is used.
 FAULTY = """
     from draftsmith import api
     from draftsmith.hookspecs import hookimpl
-    from draftsmith_toy.options import FilesOptions, ToyOptions
+    from draftsmith_tiny.options import FilesOptions, TinyOptions
 
 
     def item(cls, **values):
@@ -65,11 +65,11 @@ FAULTY = """
     def draftsmith_algorithms():
         return item(
             api.Algorithm,
-            options=ToyOptions,
-            architecture="toy",
+            options=TinyOptions,
+            architecture="tiny",
             loss="kl_div",
             mask="causal",
-            schema="toy",
+            schema="tiny",
             requirements=lambda options, verifier: api.CaptureRequirements(layer_ids=(1, verifier.num_layers - 1)),
             max_speculative_tokens=lambda options: options.steps,
         )
@@ -77,8 +77,8 @@ FAULTY = """
 
 PARTS = """
     from draftsmith import interfaces
-    from draftsmith_toy.algorithm import Toy, ToyDraft, ToyFormat
-    from draftsmith_toy.transport import Files, FilesWriter
+    from draftsmith_tiny.algorithm import Tiny, TinyDraft, TinyFormat
+    from draftsmith_tiny.transport import Files, FilesWriter
 
 
     class Loss(interfaces.PositionLoss):
@@ -94,17 +94,17 @@ PARTS = """
             return True
 
 
-    class DraftArchitecture(ToyDraft):
+    class DraftArchitecture(TinyDraft):
         def step(self, hidden, token_ids):
             return hidden.transpose(7, 8)  # torch raises, and the plugin called it
 
 
-    class CheckpointSchema(ToyFormat):
+    class CheckpointSchema(TinyFormat):
         def tensors(self, model, context):
             raise AttributeError("no head")
 
 
-    class Algorithm(Toy):
+    class Algorithm(Tiny):
         def make_batch(self, row, generator):
             import nowhere_to_be_found
 
@@ -122,11 +122,11 @@ PARTS = """
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory):
-    """The recipe of a toy run, with the states of its rows."""
-    folder = tmp_path_factory.mktemp("toy")
+    """The recipe of a tiny run, with the states of its rows."""
+    folder = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOY))
-        case = importlib.import_module("draftsmith_toy.case")
+        patch.syspath_prepend(str(TINY))
+        case = importlib.import_module("draftsmith_tiny.case")
         verifier = make_tiny_verifier(folder / "verifier", "llama")
         recipe = case.write_recipe(folder, verifier, conversations=8, train={"epochs": 1})
         case.prepare_and_capture(recipe)
@@ -136,7 +136,7 @@ def captured(tmp_path_factory):
 @pytest.fixture
 def faulty(site, monkeypatch):
     """A distribution with one item of every kind, each of which raises what is no error of draftsmith's."""
-    monkeypatch.setenv("DRAFTSMITH_PLUGINS", "toy faulty")
+    monkeypatch.setenv("DRAFTSMITH_PLUGINS", "tiny faulty")
     (site.folder / "draftsmith_faulty").mkdir()
     modules = {"draftsmith_faulty/plugin": FAULTY, "draftsmith_faulty/parts": PARTS}
     site.install("draftsmith-faulty", {"faulty": "draftsmith_faulty.plugin"}, version="3.1", modules=modules)

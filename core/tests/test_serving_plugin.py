@@ -45,6 +45,22 @@ def test_each_is_registered_once_and_a_broken_one_is_logged(registrations, caplo
     assert "vLLM has moved it" in caplog.text
 
 
+def test_a_network_is_registered_for_the_types_of_its_schema(monkeypatch):
+    """With the first of the algorithm's methods, and once."""
+    calls = []
+    monkeypatch.setattr(vllm_plugin, "register_network", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(vllm_plugin, "_done", set())
+    registry = load_plugins()
+    base = next(iter(registry.algorithms))
+    made = evolve(base, vllm_methods=("first", "second"), vllm_network="package.network:Network")
+    found = types.SimpleNamespace(algorithms=[made], schemas=registry.schemas)
+    monkeypatch.setattr("draftsmith.plugins.load_plugins", lambda **keywords: found)
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert calls == [("package.network:Network", registry.schemas.get(base.schema).speculators_types, "first")]
+    assert calls[0][1]
+
+
 def test_plugins_that_cannot_be_loaded_do_not_stop_vllm(monkeypatch, caplog):
     def fail(**keywords):
         raise RuntimeError("conflict")

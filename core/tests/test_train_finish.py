@@ -23,19 +23,19 @@ from draftsmith.train.run import run_train
 
 pytestmark = pytest.mark.slow
 
-TOY = Path(__file__).parent / "toy"
+TINY = Path(__file__).parent / "tiny"
 
 
 @pytest.fixture(scope="module")
 def case():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOY))
-        yield importlib.import_module("draftsmith_toy.case")
+        patch.syspath_prepend(str(TINY))
+        yield importlib.import_module("draftsmith_tiny.case")
 
 
 @pytest.fixture(scope="module")
 def captured(case, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
+    folder = tmp_path_factory.mktemp("tiny")
     verifier = make_tiny_verifier(folder / "verifier", "llama")
     recipe = case.write_recipe(folder, verifier, conversations=40, train={"epochs": 2, "validate_every": 3})
     case.prepare_and_capture(recipe)
@@ -51,10 +51,10 @@ def run(case, captured, tmp_path):
 
 @pytest.fixture
 def finishing(case, monkeypatch):
-    """``finishing(function)``: the toy algorithm finishes with *function*."""
-    from draftsmith_toy.algorithm import Toy
+    """``finishing(function)``: the tiny algorithm finishes with *function*."""
+    from draftsmith_tiny.algorithm import Tiny
 
-    return lambda function: monkeypatch.setattr(Toy, "finish", function)
+    return lambda function: monkeypatch.setattr(Tiny, "finish", function)
 
 
 def halve(self, model, validation):

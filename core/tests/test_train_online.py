@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -44,20 +42,10 @@ from draftsmith.train.run import run_train, train_fingerprint
 
 pytestmark = pytest.mark.slow
 
-TOY = Path(__file__).parent / "toy"
 TRAIN = {"epochs": 2, "checkpoint_every": 2, "validate_every": 3, "rows_per_step": 2, "warmup_share": 0.2}
 #: One row in a forward pass: what a row's states are depends on nothing else then.
 CAPTURE = {"engine": "transformers", "batch_tokens": 1}
 ONLINE = ["capture.mode=online", "online.ahead=6", "online.in_flight=3"]
-
-
-@pytest.fixture(scope="module")
-def case():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOY))
-        patch.setenv("PYTHONPATH", f"{TOY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield importlib.import_module("draftsmith_toy.case")
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +228,7 @@ def test_a_slow_trainer_finds_no_more_than_the_window(make, monkeypatch):
 
 def losing(monkeypatch, every, *, times=10**9):
     """Every so many samples are gone when they are to be read."""
-    from draftsmith_toy import transport
+    from draftsmith_tiny import transport
 
     get, count = transport.FilesReader.get, iter(range(10**9))
     left = iter(range(times))
@@ -275,7 +263,7 @@ def test_what_stays_lost_is_not_said_to_be_captured_again(make, monkeypatch):
 
 
 def test_a_store_that_is_away_is_found_before_data_are_prepared(make, monkeypatch):
-    from draftsmith_toy import transport
+    from draftsmith_tiny import transport
 
     def away(self):
         raise TransportError("the store cannot be reached")
@@ -289,7 +277,7 @@ def test_a_store_that_is_away_is_found_before_data_are_prepared(make, monkeypatc
 
 
 def test_what_cannot_be_removed_does_not_hide_what_ended_the_run(make, endpoints, monkeypatch):
-    from draftsmith_toy import transport
+    from draftsmith_tiny import transport
 
     remove_all = transport.Files.remove_all
 
@@ -321,7 +309,7 @@ def test_the_last_line_says_what_would_make_it_faster(trainer, capture, advice):
 
 def test_a_store_that_loses_all_is_told_once_and_filled_at_once(offline, make, monkeypatch):
     """As one that was started anew: whatever waited there is gone."""
-    from draftsmith_toy import transport
+    from draftsmith_tiny import transport
 
     run, text = make("online.ahead=12", "online.in_flight=12"), io.StringIO()
     get, reads, lost = transport.FilesReader.get, iter(range(10**9)), []

@@ -22,7 +22,6 @@ from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.train.distributed import ALONE, Ranks, _buckets, join
 from draftsmith.train.loop import _check_same_weights, weight_checksums
 
-TOY = Path(__file__).parent / "toy"
 TRAIN = {
     "epochs": 2,
     "tokens_per_row": 128,
@@ -37,17 +36,8 @@ COMMAND = [*TORCHRUN, "-m", "draftsmith", "train"]
 
 
 @pytest.fixture(scope="module")
-def case():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOY))
-        patch.setenv("PYTHONPATH", f"{TOY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield importlib.import_module("draftsmith_toy.case")
-
-
-@pytest.fixture(scope="module")
 def captured(case, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
+    folder = tmp_path_factory.mktemp("tiny")
     verifier = make_tiny_verifier(folder / "verifier", "llama")
     recipe = case.write_recipe(folder, verifier, conversations=40, train=TRAIN)
     case.prepare_and_capture(recipe)
@@ -276,7 +266,7 @@ from pathlib import Path
 import attrs, torch
 from draftsmith.cli import main
 from draftsmith.train import loop, rows
-from draftsmith_toy.algorithm import Toy
+from draftsmith_tiny.algorithm import Tiny
 
 what, second = sys.argv.pop(1), os.environ.get("RANK") == "1"
 if what == "nan" and second:
@@ -293,14 +283,14 @@ if what == "drift" and second:
         return result
     loop.train_step = drifting
 if what == "bug" and second:
-    Toy.make_batch = lambda *_: {}["no such key"]
+    Tiny.make_batch = lambda *_: {}["no such key"]
 if what == "finish":
     def finish(self, model, validation):
         with torch.no_grad():
             mean = torch.cat([scored.acceptance for _, scored in validation]).mean()
             model.fc.weight.mul_(0.5)
         return {"mean": mean, "rows": len(list(validation))}
-    Toy.finish = finish
+    Tiny.finish = finish
 code = main(["train", *sys.argv[1:]])
 if what == "threads":
     names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]

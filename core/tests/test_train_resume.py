@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
-import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,18 +21,8 @@ from draftsmith.testing.verifiers import make_tiny_verifier
 
 pytestmark = pytest.mark.slow
 
-TOY = Path(__file__).parent / "toy"
 # Small and frequent: many steps, and a large share of the time inside checkpoints and validations.
 TRAIN = {"epochs": 2, "checkpoint_every": 2, "validate_every": 3, "rows_per_step": 2, "warmup_share": 0.2}
-
-
-@pytest.fixture(scope="module")
-def case():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOY))
-        patch.setenv("PYTHONPATH", f"{TOY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield importlib.import_module("draftsmith_toy.case")
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +30,13 @@ def processes(case):
     """Children of a server that has imported everything, and nothing more: a start costs a moment."""
     context = multiprocessing.get_context("forkserver")
     models = ["transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"]
-    context.set_forkserver_preload(["draftsmith.train.run", "draftsmith_toy.case", "datasets", *models])
+    context.set_forkserver_preload(["draftsmith.train.run", "draftsmith_tiny.case", "datasets", *models])
     return context
 
 
 @pytest.fixture(scope="module")
 def captured(case, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
+    folder = tmp_path_factory.mktemp("tiny")
     verifier = make_tiny_verifier(folder / "verifier", "llama")
     recipe = case.write_recipe(folder, verifier, conversations=40, train=TRAIN)
     case.prepare_and_capture(recipe)
@@ -177,7 +164,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(case, processes, captured, un
 
 _FULL = """
 import resource, sys
-from draftsmith_toy import case
+from draftsmith_tiny import case
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
 import pathlib
 from draftsmith.errors import DiskSpaceError

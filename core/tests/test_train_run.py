@@ -38,19 +38,19 @@ from draftsmith.train.signals import StopRequest
 
 pytestmark = pytest.mark.slow
 
-TOY = Path(__file__).parent / "toy"
+TINY = Path(__file__).parent / "tiny"
 
 
 @pytest.fixture(scope="module")
 def case():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOY))
-        yield importlib.import_module("draftsmith_toy.case")
+        patch.syspath_prepend(str(TINY))
+        yield importlib.import_module("draftsmith_tiny.case")
 
 
 @pytest.fixture(scope="module")
 def captured(case, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
+    folder = tmp_path_factory.mktemp("tiny")
     verifier = make_tiny_verifier(folder / "verifier", "llama")
     recipe = case.write_recipe(folder, verifier, conversations=40, train={"epochs": 2})
     case.prepare_and_capture(recipe)
@@ -291,7 +291,7 @@ def test_flex_attention_is_refused_where_it_cannot_train(run):
 
 def test_states_that_are_not_finite_never_reach_a_weight(run, monkeypatch):
     """Past a reader that does not look, the step itself refuses, and names the sample."""
-    from draftsmith_toy import transport
+    from draftsmith_tiny import transport
 
     resolved = run(epochs=1, checkpoint_every=1)
     from draftsmith.data.dataset import open_prepared

@@ -17,7 +17,7 @@ from draftsmith.train.metrics import divide
 from draftsmith.train.rows import padding_row, to_device
 from draftsmith.train.step import reduce_loss, score_row, train_step
 
-TOY = Path(__file__).parent / "toy"
+TINY = Path(__file__).parent / "tiny"
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def verifier(tmp_path_factory):
 
 @pytest.fixture
 def case(monkeypatch):
-    monkeypatch.syspath_prepend(str(TOY))
-    return importlib.import_module("draftsmith_toy.case")
+    monkeypatch.syspath_prepend(str(TINY))
+    return importlib.import_module("draftsmith_tiny.case")
 
 
 @pytest.fixture

@@ -27,20 +27,20 @@ from draftsmith.train.run import prepare_training, run_train, train_fingerprint
 
 pytestmark = pytest.mark.slow
 
-TOY = Path(__file__).parent / "toy"
+TINY = Path(__file__).parent / "tiny"
 
 
 @pytest.fixture(scope="module")
 def case():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOY))
-        yield importlib.import_module("draftsmith_toy.case")
+        patch.syspath_prepend(str(TINY))
+        yield importlib.import_module("draftsmith_tiny.case")
 
 
 @pytest.fixture(scope="module")
 def trained(case, tmp_path_factory):
     """A recipe whose training is done, and the checkpoint of it."""
-    folder = tmp_path_factory.mktemp("toy")
+    folder = tmp_path_factory.mktemp("tiny")
     verifier = make_tiny_verifier(folder / "verifier", "llama")
     recipe = case.write_recipe(folder, verifier, conversations=40, train={"epochs": 2})
     case.prepare_and_capture(recipe)
@@ -167,7 +167,7 @@ def test_what_comes_after_training_needs_the_checkpoint_no_more(trained, tmp_pat
 
 
 def test_what_the_format_refuses_is_reported(warm, case, monkeypatch):
-    from draftsmith_toy.algorithm import ToyFormat
+    from draftsmith_tiny.algorithm import TinyFormat
 
     from draftsmith.errors import Problem
 
@@ -175,26 +175,26 @@ def test_what_the_format_refuses_is_reported(warm, case, monkeypatch):
         assert options.width == config["width"]
         yield Problem("wrong way up", where="width", hint="turn it")
 
-    monkeypatch.setattr(ToyFormat, "warm_start_problems", problems)
+    monkeypatch.setattr(TinyFormat, "warm_start_problems", problems)
     with pytest.raises(ConfigError, match="wrong way up") as caught:
         warm()
     assert caught.value.problems[0].hint == "turn it"
 
 
 def test_other_layers_are_refused(warm, monkeypatch):
-    from draftsmith_toy.algorithm import ToyFormat
+    from draftsmith_tiny.algorithm import TinyFormat
 
     from draftsmith.api import CaptureRequirements
 
-    monkeypatch.setattr(ToyFormat, "capture", lambda self, config, verifier: CaptureRequirements(layer_ids=(0, 1)))
+    monkeypatch.setattr(TinyFormat, "capture", lambda self, config, verifier: CaptureRequirements(layer_ids=(0, 1)))
     with pytest.raises(ConfigError, match=r"layers \[0, 1\]"):
         warm()
 
 
 def test_a_malformed_config_names_the_file(warm, monkeypatch):
-    from draftsmith_toy.algorithm import ToyFormat
+    from draftsmith_tiny.algorithm import TinyFormat
 
-    monkeypatch.setattr(ToyFormat, "capture", lambda self, config, verifier: config["nothing"])
+    monkeypatch.setattr(TinyFormat, "capture", lambda self, config, verifier: config["nothing"])
     with pytest.raises(CheckpointError, match="malformed") as caught:
         warm()
     assert "config.json" in str(caught.value.where)

@@ -40,6 +40,13 @@ def assert_served_as_simulated(found: dict[str, Any]) -> None:
     assert all(abs(vllms - ours) <= 1 for vllms, ours in pairs)
 
 
+def assert_served_as_model(found: dict[str, Any]) -> None:
+    """The checkpoint's folder, served as the model, answers and accepts what the draft beside its verifier does."""
+    as_model = found["ways"]["as_model"]
+    assert as_model["identical"] == as_model["prompts"] > 0
+    assert as_model["served"] == as_model["served_with_draft"]
+
+
 def verification(output: Path) -> dict[str, Any]:
     """The figures of a run's last stage."""
     found: dict[str, Any] = json.loads((output / "verification" / "verification.json").read_text())

@@ -6,6 +6,7 @@ import os
 import site
 import subprocess
 import venv
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -26,15 +27,20 @@ class Outsider:
         changes = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", "PIP_NO_INPUT": "1"}
         return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | changes
 
-    def run(self, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, folder: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Python with these arguments, in a folder without any sources of ours."""
         return subprocess.run(
             [str(self.python), *arguments],
-            cwd=folder or self.folder, env=self.environment(), capture_output=True, text=True, check=False,
+            cwd=folder or self.folder, env=self.environment() | dict(environment or {}),
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
 
-    def draftsmith(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.run("-m", "draftsmith", *arguments)
+    def draftsmith(
+        self, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return self.run("-m", "draftsmith", *arguments, environment=environment)
 
     def install(self, *packages: Path) -> None:
         """As `pip install`, with what is here already in place of an index."""

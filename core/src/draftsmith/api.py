@@ -351,7 +351,10 @@ class Algorithm(Item):
         vllm_methods: the methods of vLLM's ``speculative_config`` that its drafts are served by; a vLLM must have them
             all. ``draftsmith doctor`` compares them with what is installed. Empty (the default): not said.
         full_vocabulary: the draft proposes every token of the verifier's; a recipe that reduces it is refused.
-        vllm_registration: ``"module:function"`` called in vLLM's processes for an algorithm unknown to vLLM.
+        vllm_network: for an algorithm unknown to vLLM: ``"module:class"`` of its network as vLLM runs it. Draftsmith
+            registers it in vLLM's processes for the types of *schema* (``CheckpointSchema.speculators_types``), to be
+            driven by the first of *vllm_methods*.
+        vllm_registration: ``"module:function"`` called in vLLM's processes, where *vllm_network* does not do.
     """
 
     implementation: str = field(validator=_is_reference)
@@ -372,6 +375,11 @@ class Algorithm(Item):
     full_vocabulary: bool = False
     vllm_registration: str | None = None
     vllm_methods: tuple[str, ...] = ()
+    vllm_network: str | None = field(default=None, validator=optional(_is_reference))
+
+    def __attrs_post_init__(self) -> None:
+        if self.vllm_network is not None and not self.vllm_methods:
+            raise ValueError("vllm_network needs vllm_methods: the first of them is the one that drives it")
 
 
 @frozen(kw_only=True)

@@ -198,7 +198,7 @@ def _served(registry: PluginRegistry) -> Iterator[Remark]:
         methods = ", ".join(algorithm.vllm_methods)
         distribution = registry.algorithms.provider(algorithm.name).distribution
         missing = [each for each in algorithm.vllm_methods if each not in known]
-        registers = algorithm.vllm_registration is not None
+        registers = algorithm.vllm_registration is not None or algorithm.vllm_network is not None
         if registers and not _registers_in_vllm():
             yield Remark(
                 about="serving",
@@ -206,7 +206,7 @@ def _served(registry: PluginRegistry) -> Iterator[Remark]:
                 severity="warning",
                 hint=f"add {PROJECT_NAME} to VLLM_PLUGINS where vLLM runs, or unset it",
             )
-        elif missing and not registers:
+        elif missing and algorithm.vllm_registration is None:
             yield Remark(
                 about="serving",
                 what=f"{algorithm.name}: this vLLM has no method {', '.join(missing)}, and will not serve its drafts",

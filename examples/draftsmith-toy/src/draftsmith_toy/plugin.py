@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
-from draftsmith_toy.options import ToyOptions, requirements
+from draftsmith.recurrent import RecurrentOptions, requirements
 
 
 @hookimpl
@@ -40,7 +40,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             summary="a GRU cell, a token a step; vLLM knows it by this package alone",
             implementation="draftsmith_toy.step:Toy",
             conformance="draftsmith_toy.conformance:ToyCheck",
-            options=ToyOptions,
+            options=RecurrentOptions,
             architecture="toy",
             loss="ce",
             mask="causal",  # without attention it plays no part
@@ -50,6 +50,6 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             requirements=requirements,
             max_speculative_tokens=lambda options: options.num_tokens,
             vllm_methods=("eagle",),
-            vllm_registration="draftsmith_toy.serving:register",
+            vllm_network="draftsmith_toy.network:ServedToy",
         )
     ]

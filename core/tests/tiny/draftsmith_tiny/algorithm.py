@@ -22,7 +22,7 @@ from draftsmith.interfaces import (
 )
 
 
-class ToyDraft(DraftArchitecture, nn.Module):
+class TinyDraft(DraftArchitecture, nn.Module):
     def __init__(self, setup):
         nn.Module.__init__(self)
         weights, hidden, width = setup.weights, setup.verifier.hidden_size, setup.options.width
@@ -45,7 +45,7 @@ class ToyDraft(DraftArchitecture, nn.Module):
         return hidden + self.dropout(self.mix_out(F.silu(self.mix_in(read))))
 
 
-class Toy(DraftAlgorithm):
+class Tiny(DraftAlgorithm):
     def build_model(self):
         return self.setup.architecture(self.setup)
 
@@ -86,10 +86,10 @@ class Toy(DraftAlgorithm):
         )
 
     def drafter(self, model):
-        return ToyDrafter(self, model)
+        return TinyDrafter(self, model)
 
 
-class ToyDrafter(Drafter):
+class TinyDrafter(Drafter):
     def __init__(self, algorithm, model):
         self.vocabulary, self.model = algorithm.setup.vocabulary, model
 
@@ -104,9 +104,9 @@ class ToyDrafter(Drafter):
         return torch.stack(logits)
 
 
-class ToyFormat(CheckpointFormat):
+class TinyFormat(CheckpointFormat):
     def config(self, context):
-        return {"model_type": "toy", "steps": context.setup.options.steps, "width": context.setup.options.width}
+        return {"model_type": "tiny", "steps": context.setup.options.steps, "width": context.setup.options.width}
 
     def tensors(self, model, context):
         shared = model.shared_tensors()
@@ -128,4 +128,4 @@ class ToyFormat(CheckpointFormat):
         return CaptureRequirements(layer_ids=(1, verifier.num_layers - 1))
 
     def serving(self, config):
-        return ServingPlan(method="toy", num_speculative_tokens=config["steps"])
+        return ServingPlan(method="tiny", num_speculative_tokens=config["steps"])

@@ -1,17 +1,17 @@
-"""What the toy plugin registers."""
+"""What the tiny plugin registers."""
 
 from __future__ import annotations
 
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
-from draftsmith_toy.options import FilesOptions, ToyOptions
+from draftsmith_tiny.options import FilesOptions, TinyOptions
 
 
 @hookimpl
 def draftsmith_draft_architectures():
     return [
         api.DraftArchitecture(
-            name="toy", summary="a recurrent mixer", implementation="draftsmith_toy.algorithm:ToyDraft"
+            name="tiny", summary="a recurrent mixer", implementation="draftsmith_tiny.algorithm:TinyDraft"
         )
     ]
 
@@ -20,7 +20,7 @@ def draftsmith_draft_architectures():
 def draftsmith_checkpoint_schemas():
     return [
         api.CheckpointSchema(
-            name="toy", summary="nothing serves it", implementation="draftsmith_toy.algorithm:ToyFormat"
+            name="tiny", summary="nothing serves it", implementation="draftsmith_tiny.algorithm:TinyFormat"
         )
     ]
 
@@ -29,9 +29,9 @@ def draftsmith_checkpoint_schemas():
 def draftsmith_transports():
     return [
         api.Transport(
-            name="toy-files",
+            name="tiny-files",
             summary="one file a sample",
-            implementation="draftsmith_toy.transport:Files",
+            implementation="draftsmith_tiny.transport:Files",
             options=FilesOptions,
             guarantees=api.TransportGuarantees(persistent=True, random_access=True, concurrent_writers=True),
         )
@@ -42,14 +42,14 @@ def draftsmith_transports():
 def draftsmith_algorithms():
     return [
         api.Algorithm(
-            name="toy",
+            name="tiny",
             summary="drafts with a recurrent mixer instead of attention",
-            implementation="draftsmith_toy.algorithm:Toy",
-            options=ToyOptions,
-            architecture="toy",
+            implementation="draftsmith_tiny.algorithm:Tiny",
+            options=TinyOptions,
+            architecture="tiny",
             loss="kl_div",
             mask="causal",
-            schema="toy",
+            schema="tiny",
             requirements=lambda options, verifier: api.CaptureRequirements(layer_ids=(1, verifier.num_layers - 1)),
             max_speculative_tokens=lambda options: options.steps,
             window=lambda options: options.sliding_window,

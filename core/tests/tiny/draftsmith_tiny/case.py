@@ -1,4 +1,4 @@
-"""What the tests of training build: a toy algorithm on a tiny verifier, rows in memory, and a whole run on disk."""
+"""What the tests of training build: a tiny algorithm on a tiny verifier, rows in memory, and a whole run on disk."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from draftsmith.train.setup import build_draft
 from draftsmith.train.step import Objective
 from draftsmith.verifier import read_verifier
 from draftsmith.verifier_weights import load_verifier_weights
-from draftsmith_toy.algorithm import Toy, ToyDraft
-from draftsmith_toy.options import ToyOptions
+from draftsmith_tiny.algorithm import Tiny, TinyDraft
+from draftsmith_tiny.options import TinyOptions
 
 CPU = torch.device("cpu")
 
@@ -35,21 +35,21 @@ def vocabulary(target_size, draft_size):
 def setup(verifier_folder, *, draft_size=None, **options):
     facts = read_verifier(verifier_folder)
     return AlgorithmSetup(
-        options=ToyOptions(**options),
+        options=TinyOptions(**options),
         verifier=facts,
         weights=load_verifier_weights(facts),
         vocabulary=vocabulary(facts.vocab_size, draft_size or facts.vocab_size),
         capture=CaptureRequirements(layer_ids=(1, facts.num_layers - 1)),
         mask=None,
-        architecture=ToyDraft,
+        architecture=TinyDraft,
         attention="auto",
         compute_dtype=torch.float32,
     )
 
 
-def objective(toy_setup, *, seed=0, **changes):
-    algorithm = Toy(toy_setup)
-    teacher = Teacher(toy_setup.weights, toy_setup.vocabulary, device=CPU, compute_dtype=torch.float32)
+def objective(tiny_setup, *, seed=0, **changes):
+    algorithm = Tiny(tiny_setup)
+    teacher = Teacher(tiny_setup.weights, tiny_setup.vocabulary, device=CPU, compute_dtype=torch.float32)
     values = {
         "algorithm": algorithm,
         "model": build_draft(algorithm, CPU, seed),
@@ -66,12 +66,12 @@ def optimizers(model, facts, **config):
     return build_optimizers(model, TrainConfig(**config), {facts.vocab_size})
 
 
-def row(toy_setup, lengths=(12, 9), *, seed=0, prompt=3):
+def row(tiny_setup, lengths=(12, 9), *, seed=0, prompt=3):
     """A packed row with random states; the first *prompt* tokens of every document are not supervised."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, taps, total = toy_setup.verifier.hidden_size, len(toy_setup.capture.layer_ids), sum(lengths)
+    hidden, taps, total = tiny_setup.verifier.hidden_size, len(tiny_setup.capture.layer_ids), sum(lengths)
     return PackedRow(
-        input_ids=torch.randint(toy_setup.verifier.vocab_size, (total,), generator=generator),
+        input_ids=torch.randint(tiny_setup.verifier.vocab_size, (total,), generator=generator),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         document_ids=torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)]),
         loss_mask=torch.cat([torch.arange(length) >= prompt for length in lengths]),
@@ -105,13 +105,13 @@ def write_conversations(path, count, *, seed=0):
 
 
 def write_recipe(folder, verifier_folder, *, conversations=60, train=(), **changes):
-    """A recipe of a whole toy run below *folder*; returns its path. *train*: changes of ``train:``."""
+    """A recipe of a whole tiny run below *folder*; returns its path. *train*: changes of ``train:``."""
     write_conversations(folder / "conversations.jsonl", conversations)
     recipe = {
         "verifier": str(verifier_folder),
         "output": str(folder / "run"),
-        "algorithm": "toy",
-        "transport": "toy-files",
+        "algorithm": "tiny",
+        "transport": "tiny-files",
         "observers": [],
         "data": {"sources": ["conversations.jsonl"], "max_length": 128, "validation_share": 0.2},
         "vocabulary": {"draft_size": 128},
@@ -125,7 +125,7 @@ def write_recipe(folder, verifier_folder, *, conversations=60, train=(), **chang
 
 
 def resolved(recipe, overrides=()):
-    """The run of a recipe, with the toy plugin found on sys.path."""
+    """The run of a recipe, with the tiny plugin found on sys.path."""
     from draftsmith.config.load import load_recipe
     from draftsmith.config.resolve import resolve
     from draftsmith.plugins import load_plugins

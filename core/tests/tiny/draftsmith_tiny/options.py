@@ -1,4 +1,4 @@
-"""Options of the toy algorithm and of the toy transport."""
+"""Options of the tiny algorithm and of the tiny transport."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from attrs.validators import ge, optional
 
 
 @frozen(kw_only=True)
-class ToyOptions:
+class TinyOptions:
     steps: int = field(default=3, validator=ge(1), metadata={"help": "tokens drafted from one start"})
     width: int = field(default=48, validator=ge(1), metadata={"help": "hidden width of the mixer"})
     dropout: float = field(default=0.1, validator=ge(0), metadata={"help": "of the mixer's output"})

@@ -11,13 +11,13 @@ import pytest
 from draftsmith.interfaces import HiddenStateTransport
 from draftsmith.testing.transport import TransportTests
 
-TOY = Path(__file__).parent / "toy"
+TINY = Path(__file__).parent / "tiny"
 
 
-class TestToyTransport(TransportTests):
+class TestTinyTransport(TransportTests):
     @pytest.fixture
     def transport(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HiddenStateTransport:
-        monkeypatch.syspath_prepend(str(TOY))
-        monkeypatch.setenv("PYTHONPATH", f"{TOY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")  # killed writers
-        toy = importlib.import_module("draftsmith_toy.transport")
-        return toy.Files(None, tmp_path / "run")
+        monkeypatch.syspath_prepend(str(TINY))
+        monkeypatch.setenv("PYTHONPATH", f"{TINY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")  # killed writers
+        tiny = importlib.import_module("draftsmith_tiny.transport")
+        return tiny.Files(None, tmp_path / "run")
