@@ -72,12 +72,14 @@ class PromptRecord:
     Attributes:
         set: name of the prompt set.
         category: within the set; the set's own name where it has none.
-        tokens: of the prompt, template included.
+        tokens: of the prompt, template and earlier turns included.
+        turn: which of the user's turns it is, counted from 1.
     """
 
     set: str
     category: str
     tokens: int
+    turn: int = 1
 
 
 @frozen(kw_only=True)

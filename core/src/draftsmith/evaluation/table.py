@@ -189,8 +189,9 @@ def print_worst(console: Console, evaluation: Evaluation, count: int) -> None:
     console.print(legend, soft_wrap=True)
     for request in worst_requests(method, count):
         prompt = evaluation.prompts[request.prompt]
+        turn = f", turn {prompt.turn}" if prompt.turn > 1 else ""
         line = Text(
-            f"\nprompt {request.prompt} ({prompt.category}), acceptance length {request_length(request):.2f}\n"
+            f"\nprompt {request.prompt} ({prompt.category}{turn}), acceptance length {request_length(request):.2f}\n"
         )
         for piece in pieces(request):
             line.append(evaluation.texts.get(piece.token, "?"), style=_STYLES[piece.kind])
