@@ -111,6 +111,25 @@ def test_a_file_of_all_forms(registry, tmp_path):
     assert [each.later for each in prompts] == [(), (), (), (), ("later",), ()]
 
 
+def test_messages_of_a_user_alone_are_turns():
+    """As NVIDIA's prepare.py for SPEED-Bench writes them."""
+    said = [{"role": "system", "content": "s"}, *({"role": "user", "content": text} for text in "ab")]
+    first = prompt_of({"messages": said, "category": "roleplay"}, "mine", "mine:1")
+    assert [each["content"] for each in first.messages] == ["s", "a"]
+    assert (first.later, first.category) == (("b",), "roleplay")
+    answered = [*said, {"role": "assistant", "content": "A"}, {"role": "user", "content": "c"}]
+    assert prompt_of({"messages": answered}, "mine", "mine:1").later == ()
+
+
+def test_a_row_that_holds_a_notice_in_place_of_its_prompt_is_refused(registry, tmp_path):
+    notice = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    rows = [{"turns": ["Write a loop."], "category": "coding"}, {"turns": [notice], "category": "humanities"}]
+    (tmp_path / "speed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"speed.jsonl:2: the row has no prompt but the notice") as error:
+        load_prompts(["speed.jsonl"], registry, tmp_path)
+    assert "prepare.py" in str(error.value)
+
+
 def test_a_turn_follows_the_answer_to_the_one_before():
     first = prompt_of({"turns": ["a", "b", "c"], "category": "x"}, "mine", "mine:1")
     third = first.answered("A").answered("B")

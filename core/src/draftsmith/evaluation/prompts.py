@@ -26,6 +26,10 @@ __all__ = ["ChatPrompt", "encode", "load_prompts", "prompt_of", "without_long_on
 _KEYS = ("turns", "prompt", "question", "instruction")
 
 
+#: In place of the texts that SPEED-Bench may not pass on (494 of its 880 qualitative rows).
+_NOT_PASSED_ON = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+
+
 @frozen(kw_only=True)
 class ChatPrompt:
     """What is sent to the verifier.
@@ -138,7 +142,7 @@ def prompt_of(row: Any, label: str, where: str) -> ChatPrompt:
     texts = _texts(row) if isinstance(row, Mapping) and not _has_conversation(row) else ()
     try:
         if texts:
-            row = {**row, "messages": [{"role": "user", "content": texts[0]}]}
+            row = {**row, "messages": [{"role": "user", "content": text} for text in texts]}
         messages, tools = normalise(dict(row) if isinstance(row, Mapping) else row, allow_empty_answers=True)
     except RowRejected as error:
         raise DataError(f"{error.reason}: {error.detail}", where=where, hint="mend or remove it") from error
@@ -146,14 +150,30 @@ def prompt_of(row: Any, label: str, where: str) -> ChatPrompt:
         messages.pop()
     if not messages:
         raise DataError("no message comes before the answer", where=where, hint="mend or remove it")
+    if any(_NOT_PASSED_ON in str(each["content"]) for each in messages):
+        raise DataError(
+            "the row has no prompt but the notice that it must be fetched from its source",
+            where=where,
+            hint="fetch it with NVIDIA's prepare.py for SPEED-Bench, and name the file that it writes",
+        )
+    messages, later = _split_turns(messages)
     category = row.get("category") or row.get("source")
     return ChatPrompt(
         set=label,
         category=category if isinstance(category, str) else label,
         messages=tuple(messages),
         tools=tools,
-        later=texts[1:],
+        later=later,
     )
+
+
+def _split_turns(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The first of a user's turns with what comes before it, and the later ones; where others speak too, all of it."""
+    first = next((place for place, each in enumerate(messages) if each["role"] == "user"), len(messages))
+    after = messages[first + 1 :]
+    if all(each["role"] == "user" for each in after):
+        return messages[: first + 1], tuple(str(each["content"]) for each in after)
+    return messages, ()
 
 
 def _has_conversation(row: Mapping[str, Any]) -> bool:
