@@ -316,9 +316,26 @@ def test_each_method_becomes_what_vllm_is_given(by_heart, exported, registry, tm
     }  # fmt: skip
     assert found[f"draft_model:{small}"].speculative_config["model"] == str(small)
     assert found["medusa:hub/name"].speculative_config["model"] == "hub/name"
-    assert found["suffix"].reason == "arctic-inference is not installed, which vLLM needs for it"
+    assert found["suffix"].reason == "vLLM needs arctic-inference==0.1.1 for it, which is not installed"
     assert "did you mean 'ngram'" in found["ngarm"].reason
     assert found[other].reason is None
+
+
+def test_suffixes_need_a_version_that_has_them(by_heart, registry, tmp_path, monkeypatch):
+    package = tmp_path / "arctic_inference"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    find_spec = importlib.util.find_spec
+    spec = importlib.util.spec_from_file_location(
+        "arctic_inference", package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: spec if name == "arctic_inference" else find_spec(name, *rest)
+    )
+    for reason in ("vLLM needs arctic-inference==0.1.1 for it, which is not installed", None):
+        _, suffix = plan_methods(str(by_heart.folder), ["suffix"], registry)
+        assert suffix.reason == reason
+        (package / "suffix_decoding").mkdir(exist_ok=True)
 
 
 def test_methods_have_options_of_their_own(by_heart, registry):
