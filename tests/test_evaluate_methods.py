@@ -16,7 +16,7 @@ from make_mimo import add_head
 from outsider import Outsider
 
 from draftsmith.capture.engines.transformers import load_verifier
-from draftsmith.data.template import load_tokenizer
+from draftsmith.data.template import load_tokenizer, render_prompt
 from draftsmith.evaluation.prompts import encode, load_prompts
 from draftsmith.evaluation.results import counters_of, figures, read_evaluation
 from draftsmith.evaluation.run import Settings, evaluate
@@ -34,8 +34,10 @@ K = 3
 
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory) -> Path:
+    """Six questions, the last of which has another one after it."""
     path = tmp_path_factory.mktemp("prompts") / "questions.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Name colour {n}."}) + "\n" for n in range(6)))
+    turns = [*([f"Name colour {n}."] for n in range(5)), ["Name colour 5.", "Another."]]
+    path.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns))
     return path
 
 
@@ -65,7 +67,7 @@ def medusa(models, prompts_file, tmp_path_factory, repository) -> Path:
     outsider = Outsider(folder / "outsider")
     outsider.install(repository / "examples" / "draftsmith-medusa")
     chats = folder / "chats.jsonl"
-    rows = [json.loads(line)["prompt"] for line in prompts_file.read_text().splitlines()]
+    rows = [json.loads(line)["turns"][0] for line in prompts_file.read_text().splitlines()]
     turns = [
         [{"role": "user", "content": text}, {"role": "assistant", "content": "to be written anew"}] for text in rows
     ]
@@ -106,6 +108,12 @@ def test_every_kind_of_method_is_measured_beside_a_head(models, medusa, prompts_
         (name, "measured", None) for name in ("none", str(models.head), *names[1:])
     ]
     none, head, native, medusa_heads, smaller, ngram = found.methods
+    assert [each.turn for each in found.prompts] == [1, 1, 1, 1, 1, 1, 2]
+    tokenizer = load_tokenizer(models.verifier)
+    answer = tokenizer.decode(list(none.repetitions[0].requests[5].output), skip_special_tokens=True)
+    said = [("user", "Name colour 5."), ("assistant", answer), ("user", "Another.")]
+    later = render_prompt(tokenizer, [{"role": role, "content": text} for role, text in said])
+    assert found.prompts[6].tokens == len(later)
     for method in found.methods[1:]:
         # vLLM's counters against its own account of each request's rounds.
         assert counters_of(method) == counters_of(method, found.of_category(None)), method.name
