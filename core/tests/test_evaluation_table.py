@@ -146,6 +146,9 @@ def test_the_terminal_shows_tokens():
     assert "prompt 1 (chat, “quoted”), acceptance length 2.00" in shown
     assert "[accepted] ~rejected~ bonus" in shown
     assert "Hello~ wrong~ wörld" in shown
+    second = tuple(attrs.evolve(each, turn=2) for each in sample_evaluation().prompts)
+    later = printed(print_worst, attrs.evolve(sample_evaluation(), prompts=second), 1)
+    assert "prompt 1 (chat, “quoted”, turn 2), acceptance length 2.00" in later
     coloured = printed(print_worst, sample_evaluation(), 1, force_terminal=True, color_system="standard")
     assert "Hello\x1b[0m\x1b[9;31m wrong\x1b[0m\x1b[1;34m wörld" in coloured
     assert "~" not in coloured

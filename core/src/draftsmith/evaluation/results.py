@@ -81,6 +81,11 @@ class PromptRecord:
     tokens: int
     turn: int = 1
 
+    @property
+    def label(self) -> str:
+        """Its category, and its turn where that is not the first."""
+        return self.category if self.turn == 1 else f"{self.category}, turn {self.turn}"
+
 
 @frozen(kw_only=True)
 class RoundRecord:

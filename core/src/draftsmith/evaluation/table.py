@@ -194,10 +194,7 @@ def print_worst(console: Console, evaluation: Evaluation, count: int) -> None:
     console.print(legend, soft_wrap=True)
     for request in worst_requests(method, count):
         prompt = evaluation.prompts[request.prompt]
-        turn = f", turn {prompt.turn}" if prompt.turn > 1 else ""
-        line = Text(
-            f"\nprompt {request.prompt} ({prompt.category}{turn}), acceptance length {request_length(request):.2f}\n"
-        )
+        line = Text(f"\nprompt {request.prompt} ({prompt.label}), acceptance length {request_length(request):.2f}\n")
         for kind, alike in groupby(pieces(request), key=lambda piece: piece.kind):
             text = "".join(evaluation.texts.get(piece.token, "?") for piece in alike)
             line.append(marks[kind].format(text), style=_STYLES[kind])
