@@ -759,20 +759,23 @@ def test_a_plan_covers_all_loads_and_joins_equal_steps():
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_in_a_real_vllm(by_heart, prompts_file, registry, tmp_path):
+def test_in_a_real_vllm(by_heart, export_draft, prompts_file, registry, tmp_path):
     asked = settings(by_heart, prompts_file, against=("none", "ngram", "draft_model:/nowhere/at/all"), simulate=True)
     with pytest.raises(UserError, match="no such model"):
         evaluate(asked, registry, tmp_path / "out")
     broken = tmp_path / "broken"
     broken.mkdir()
-    asked = attrs.evolve(asked, against=("none", "ngram", f"draft_model:{broken}"))
+    parallel = export_draft(tmp_path / "peagle", by_heart.verifier, algorithm="peagle")
+    asked = attrs.evolve(asked, against=("none", "ngram", str(parallel.folder), f"draft_model:{broken}"))
     found = evaluate(asked, registry, tmp_path / "out")
-    none, served, ngram, failed, simulated = found.methods
+    none, served, ngram, other, failed, simulated = found.methods
     assert found.complete
+    assert other.status == "measured"
+    assert other.losslessness.identical == 8
     assert (failed.status, simulated.status) == ("unavailable", "simulated")
     assert "vLLM failed" in failed.reason
     # vLLM's counters against its own account of each request's rounds, and against the length of the answers.
-    for method in (served, ngram):
+    for method in (served, ngram, other):
         assert counters_of(method) == counters_of(method, found.of_category(None))
         for request in method.repetitions[0].requests:
             gained = 1 + sum(each.accepted + 1 for each in request.rounds)

@@ -74,6 +74,14 @@ def test_the_hub_out_of_reach_is_said_so(registry, tmp_path, monkeypatch):
         load_prompts(["somebody/things:a:b:c"], registry, tmp_path)
 
 
+def test_the_hubs_own_client_out_of_reach_is_one_error(registry, tmp_path):
+    """Offline, as all tests are; without a stand-in."""
+    with pytest.raises(DataError, match=r"^--prompts: the data set 'draftsmith-tests/none' cannot be loaded") as error:
+        load_prompts(["draftsmith-tests/none"], registry, tmp_path)
+    assert "Traceback" not in str(error.value)
+    assert len(str(error.value).splitlines()) == 2
+
+
 def test_rows_of_the_hub_are_prompts_as_any(registry, tmp_path, monkeypatch):
     import datasets
 
