@@ -41,22 +41,19 @@ def bare(order: Path) -> None:
         started = time.monotonic()
         answers = llm.generate([{"prompt_token_ids": ids} for ids in job[name]], sampling, use_tqdm=False)
         seconds = time.monotonic() - started
-    print(
-        json.dumps(
-            {"load": load, "generate": seconds, "outputs": [list(each.outputs[0].token_ids) for each in answers]}
-        )
-    )
+    outputs = [list(each.outputs[0].token_ids) for each in answers]
+    _result(order).write_text(json.dumps({"load": load, "generate": seconds, "outputs": outputs}))
+
+
+def _result(order: Path) -> Path:
+    """Not on the standard output, where vLLM writes its log."""
+    return order.with_name("bare.json")
 
 
 def run_bare(order: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--bare", str(order)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=vllm_environment(),
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, __file__, "--bare", str(order)]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, env=vllm_environment())
+    found: dict[str, Any] = json.loads(_result(order).read_text())
     return found
 
 

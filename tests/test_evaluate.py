@@ -19,6 +19,7 @@ from exposition import AnsweringServer, served
 from questions import ANSWER, TOPICS
 
 from draftsmith.cli import main
+from draftsmith.data.template import load_tokenizer, render_prompt
 from draftsmith.errors import (
     CheckpointError,
     DataError,
@@ -79,6 +80,50 @@ def test_the_simulator_measures_without_vllm(by_heart, prompts_file, registry, t
         last = request.rounds[-1].accepted + 1
         assert gained - last < len(request.output) <= gained
         assert [each.token for each in pieces(request) if each.kind != "rejected"] == list(request.output)
+
+
+@pytest.fixture
+def conversations_file(tmp_path) -> Path:
+    """One conversation of a user with three turns, and one question."""
+    path = tmp_path / "conversations.jsonl"
+    rows = [{"turns": ["Name colour 1.", "Another.", "One more."], "category": "long"}, {"prompt": "Name number 2."}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rendered(tokenizer, turns, answers):
+    """Token ids of the last of a user's *turns*, each behind the answer (token ids) to the one before."""
+    messages = [{"role": "user", "content": turns[0]}]
+    for turn, answer in zip(turns[1:], answers, strict=True):
+        text = tokenizer.decode(list(answer), skip_special_tokens=True)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": turn}]
+    return render_prompt(tokenizer, messages)
+
+
+def test_later_turns_follow_the_verifiers_own_answers(by_heart, conversations_file, registry, tmp_path, without_vllm):
+    found = evaluate(settings(by_heart, conversations_file, simulate=True), registry, tmp_path / "out")
+    assert [(each.category, each.turn) for each in found.prompts] == [
+        ("long", 1), ("long", 2), ("long", 3), ("conversations", 1),
+    ]  # fmt: skip
+    simulated = found.method(simulated_name(str(by_heart.folder)))
+    answers = [each.output for each in simulated.repetitions[0].requests]
+    tokenizer, turns = load_tokenizer(by_heart.verifier), ["Name colour 1.", "Another.", "One more."]
+    lengths = [len(rendered(tokenizer, turns[:count], answers[: count - 1])) for count in (1, 2, 3)]
+    assert [each.tokens for each in found.prompts[:3]] == lengths
+    model = load_verifier(by_heart.verifier, dtype=torch.float32, device=torch.device("cpu"))
+    third = generate_greedily(model, [rendered(tokenizer, turns, answers[:2])], ANSWER, 0, ())
+    assert tuple(third[0]) == answers[2]
+
+
+def test_a_later_turn_beyond_the_context(by_heart, conversations_file, registry, tmp_path, without_vllm):
+    first = len(render_prompt(load_tokenizer(by_heart.verifier), [{"role": "user", "content": "Name colour 1."}]))
+    limit = read_verifier(by_heart.verifier).max_position_embeddings
+    # Room for the first turn and its answer, and no more.
+    asked = settings(by_heart, conversations_file, simulate=True, max_tokens=(limit - first) * 2 // 3)
+    with pytest.raises(DataError, match="longer than the context leaves room for"):
+        evaluate(asked, registry, tmp_path / "out")
+    found = evaluate(attrs.evolve(asked, skip_long_prompts=True), registry, tmp_path / "skipped")
+    assert [(each.category, each.turn) for each in found.prompts] == [("long", 1), ("conversations", 1)]
 
 
 def test_the_worst_answers_are_shown_token_by_token(by_heart, prompts_file, registry, tmp_path, without_vllm):
@@ -263,9 +308,26 @@ def test_each_method_becomes_what_vllm_is_given(by_heart, exported, registry, tm
     }  # fmt: skip
     assert found[f"draft_model:{small}"].speculative_config["model"] == str(small)
     assert found["medusa:hub/name"].speculative_config["model"] == "hub/name"
-    assert found["suffix"].reason == "arctic-inference is not installed, which vLLM needs for it"
+    assert found["suffix"].reason == "vLLM needs arctic-inference==0.1.1 for it, which is not installed"
     assert "did you mean 'ngram'" in found["ngarm"].reason
     assert found[other].reason is None
+
+
+def test_suffixes_need_a_version_that_has_them(by_heart, registry, tmp_path, monkeypatch):
+    package = tmp_path / "arctic_inference"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    find_spec = importlib.util.find_spec
+    spec = importlib.util.spec_from_file_location(
+        "arctic_inference", package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: spec if name == "arctic_inference" else find_spec(name, *rest)
+    )
+    for reason in ("vLLM needs arctic-inference==0.1.1 for it, which is not installed", None):
+        _, suffix = plan_methods(str(by_heart.folder), ["suffix"], registry)
+        assert suffix.reason == reason
+        (package / "suffix_decoding").mkdir(exist_ok=True)
 
 
 def test_methods_have_options_of_their_own(by_heart, registry):
@@ -411,6 +473,39 @@ def test_running_servers_are_measured_in_turn(by_heart, prompts_file, tmp_path, 
     assert found.provenance["checkpoints"]
 
 
+def test_acceptance_by_category_from_a_server_that_tells_rounds(by_heart, prompts_file, registry, tmp_path):
+    server = AnsweringServer(rounds=True)
+    with served(server.metrics, server.post) as address:
+        asked = settings(by_heart, prompts_file, servers={str(by_heart.folder): address}, max_tokens=2)
+        found = evaluate(asked, registry, tmp_path / "out")
+    (draft,) = found.methods
+    for topic in TOPICS:
+        assert counters_of(draft, found.of_category(topic)) == DraftCounters.of_rounds([(3, 2)] * 4, 3)
+    rows = csv.DictReader(io.StringIO((tmp_path / "out" / "evaluation.csv").read_text()))
+    assert [row["category"] for row in rows if row["acceptance_length"]] == ["all", *TOPICS]
+    assert "By category" in build_report([tmp_path / "out"])
+
+
+def test_a_server_answers_later_turns(by_heart, conversations_file, registry, tmp_path):
+    drafting, plain = AnsweringServer(), AnsweringServer(drafts=False)
+    with served(drafting.metrics, drafting.post) as here, served(plain.metrics, plain.post) as there:
+        servers = {str(by_heart.folder): here, "none": there}
+        asked = settings(by_heart, conversations_file, servers=servers, max_tokens=2, warm_up=0, concurrency=1)
+        found = evaluate(asked, registry, tmp_path / "out")
+    assert [each.turn for each in found.prompts] == [1, 2, 3, 1]
+    # The baseline's server says what comes between: the first turn, and then the second.
+    assert [len(each.bodies) for each in (plain, drafting)] == [2 + 4, 4]
+    prompts = [body["prompt"] for body in drafting.bodies]
+    assert [len(prompt) for prompt in prompts] == [each.tokens for each in found.prompts]
+    answers = [each.output for each in found.method("none").repetitions[0].requests]
+    tokenizer, turns = load_tokenizer(by_heart.verifier), ["Name colour 1.", "Another.", "One more."]
+    assert prompts[2] == list(rendered(tokenizer, turns, answers[:2]))
+
+    dying = AnsweringServer(dies_at=0)
+    with served(dying.metrics, dying.post) as address, pytest.raises(ServingError, match="the server went away"):
+        evaluate(attrs.evolve(asked, servers={str(by_heart.folder): address}), registry, tmp_path / "dead")
+
+
 def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(by_heart, prompts_file, tmp_path, capsys):
     dying = AnsweringServer(dies_at=13)  # with a warm-up of two: in the second repetition, after one answer of it
     with served(dying.metrics, dying.post) as address:
@@ -453,7 +548,7 @@ def test_a_real_server(by_heart, prompts_file, registry, tmp_path, capsys):
     """What `draftsmith serve` starts is measured, and watched."""
     command = serve_command(by_heart.folder, registry).command
     options = command[command.index("--speculative-config") :]
-    with real_server(by_heart, tmp_path / "log", options) as address:
+    with real_server(by_heart, tmp_path / "log", options, "--per-request-spec-decode-metrics", "detailed") as address:
         asked = settings(
             by_heart, prompts_file, concurrency=4, servers={str(by_heart.folder): address}, warm_up=1, repetitions=2
         )
@@ -471,6 +566,9 @@ def test_a_real_server(by_heart, prompts_file, registry, tmp_path, capsys):
         counted = len(repetition.requests) + repetition.counters.drafts + repetition.counters.accepted
         assert tokens <= counted <= tokens + 3 * len(repetition.requests)
     assert counters.drafted == 3 * counters.drafts
+    # What it tells of each request is what its counters hold.
+    assert counters_of(draft, found.of_category(None)) == counters
+    assert all(covered(each) for repetition in draft.repetitions for each in repetition.requests)
     assert [len(each.output) for each in draft.repetitions[0].requests] == [ANSWER] * 8
 
 
@@ -653,20 +751,23 @@ def test_a_plan_covers_all_loads_and_joins_equal_steps():
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_in_a_real_vllm(by_heart, prompts_file, registry, tmp_path):
+def test_in_a_real_vllm(by_heart, export_draft, prompts_file, registry, tmp_path):
     asked = settings(by_heart, prompts_file, against=("none", "ngram", "draft_model:/nowhere/at/all"), simulate=True)
     with pytest.raises(UserError, match="no such model"):
         evaluate(asked, registry, tmp_path / "out")
     broken = tmp_path / "broken"
     broken.mkdir()
-    asked = attrs.evolve(asked, against=("none", "ngram", f"draft_model:{broken}"))
+    parallel = export_draft(tmp_path / "peagle", by_heart.verifier, algorithm="peagle")
+    asked = attrs.evolve(asked, against=("none", "ngram", str(parallel.folder), f"draft_model:{broken}"))
     found = evaluate(asked, registry, tmp_path / "out")
-    none, served, ngram, failed, simulated = found.methods
+    none, served, ngram, other, failed, simulated = found.methods
     assert found.complete
+    assert other.status == "measured"
+    assert other.losslessness.identical == 8
     assert (failed.status, simulated.status) == ("unavailable", "simulated")
     assert "vLLM failed" in failed.reason
     # vLLM's counters against its own account of each request's rounds, and against the length of the answers.
-    for method in (served, ngram):
+    for method in (served, ngram, other):
         assert counters_of(method) == counters_of(method, found.of_category(None))
         for request in method.repetitions[0].requests:
             gained = 1 + sum(each.accepted + 1 for each in request.rounds)

@@ -74,6 +74,14 @@ def test_the_hub_out_of_reach_is_said_so(registry, tmp_path, monkeypatch):
         load_prompts(["somebody/things:a:b:c"], registry, tmp_path)
 
 
+def test_the_hubs_own_client_out_of_reach_is_one_error(registry, tmp_path):
+    """Offline, as all tests are; without a stand-in."""
+    with pytest.raises(DataError, match=r"^--prompts: the data set 'draftsmith-tests/none' cannot be loaded") as error:
+        load_prompts(["draftsmith-tests/none"], registry, tmp_path)
+    assert "Traceback" not in str(error.value)
+    assert len(str(error.value).splitlines()) == 2
+
+
 def test_rows_of_the_hub_are_prompts_as_any(registry, tmp_path, monkeypatch):
     import datasets
 
@@ -89,6 +97,7 @@ def test_rows_of_the_hub_are_prompts_as_any(registry, tmp_path, monkeypatch):
         ("writing", "First"),
         ("rag", "Only"),
     ]
+    assert [each.later for each in prompts] == [(), ("Second",), ()]
 
 
 def test_a_file_of_all_forms(registry, tmp_path):
@@ -107,6 +116,76 @@ def test_a_file_of_all_forms(registry, tmp_path):
     assert "1 and 2" in contents(prompts)[3]
     assert [each.messages[0]["role"] for each in prompts] == ["system", "user", "user", "user", "user", "system"]
     assert all(each.messages[-1]["role"] == "user" for each in prompts)
+    assert [each.later for each in prompts] == [(), (), (), (), ("later",), ()]
+
+
+def test_messages_of_a_user_alone_are_turns():
+    """As NVIDIA's prepare.py for SPEED-Bench writes them."""
+    said = [{"role": "system", "content": "s"}, *({"role": "user", "content": text} for text in "ab")]
+    first = prompt_of({"messages": said, "category": "roleplay"}, "mine", "mine:1")
+    assert [each["content"] for each in first.messages] == ["s", "a"]
+    assert (first.later, first.category) == (("b",), "roleplay")
+    answered = [*said, {"role": "assistant", "content": "A"}, {"role": "user", "content": "c"}]
+    assert prompt_of({"messages": answered}, "mine", "mine:1").later == ()
+
+
+def test_a_row_that_holds_a_notice_in_place_of_its_prompt_is_refused(registry, tmp_path):
+    notice = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    rows = [{"turns": ["Write a loop."], "category": "coding"}, {"turns": [notice], "category": "humanities"}]
+    (tmp_path / "speed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"speed.jsonl:2: the row has no prompt but the notice") as error:
+        load_prompts(["speed.jsonl"], registry, tmp_path)
+    assert "prepare.py" in str(error.value)
+
+
+def test_a_turn_follows_the_answer_to_the_one_before():
+    first = prompt_of({"turns": ["a", "b", "c"], "category": "x"}, "mine", "mine:1")
+    third = first.answered("A").answered("B")
+    assert [each["content"] for each in third.messages] == ["a", "A", "b", "B", "c"]
+    assert [each["role"] for each in third.messages] == ["user", "assistant", "user", "assistant", "user"]
+    assert (first.turn, third.turn, third.later, third.category) == (1, 3, (), "x")
+
+
+#: Rows as the data sets are published, all columns there, the texts cut short.
+PUBLISHED = {
+    # The hub's HuggingFaceH4/mt_bench_prompts, and LMSYS's question.jsonl.
+    "mt_bench_prompts.jsonl": [
+        {"prompt": ["Compose a post.", "Rewrite it."], "reference": [], "category": "writing", "prompt_id": 1},
+        {"prompt": ["Find x.", "And y?"], "reference": ["1", "2"], "category": "math", "prompt_id": 2},
+    ],
+    "question.jsonl": [
+        {"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]},
+        {"question_id": 111, "category": "math", "turns": ["Find x.", "And y?"], "reference": ["1", "2"]},
+    ],
+    "gsm8k.jsonl": [{"question": "How many eggs?", "answer": "She has 2.\n#### 2"}],
+    "speed_bench.jsonl": [
+        {
+            "question_id": "0a1b", "category": "coding", "sub_category": "python", "turns": ["Write a loop."],
+            "source": "a data set", "src_id": "7", "difficulty": "easy", "multiturn": False,
+        },
+        {
+            "question_id": "2c3d", "category": "multilingual", "sub_category": "chat", "turns": ["Hallo.", "Und?"],
+            "source": "another", "src_id": "8", "difficulty": "hard", "multiturn": True,
+        },
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_files_are_read_as_they_are(registry, tmp_path, name, suffix):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows, path = PUBLISHED[name], (tmp_path / name).with_suffix(suffix)
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = load_prompts([str(path)], registry, tmp_path)
+    turns = [row.get("turns") or row.get("prompt") or [row["question"]] for row in rows]
+    assert [[text, *each.later] for text, each in zip(contents(prompts), prompts, strict=True)] == turns
+    assert [each.category for each in prompts] == [row.get("category", path.stem) for row in rows]
 
 
 def test_parquet_is_read(registry, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from exposition import AnsweringServer, K, served
 
 from draftsmith.errors import ServingError, UserError
+from draftsmith.evaluation.results import RoundRecord
 from draftsmith.evaluation.server import check_server, run_on_server, served_model
 from draftsmith.serving.vllm_process import DraftCounters
 
@@ -46,6 +47,13 @@ def test_answers_times_and_counters(start):
         assert each.times.first_token is not None
         assert each.times.last_token is not None
         assert 0 < each.times.first_token <= each.times.last_token <= found.seconds
+
+
+def test_rounds_are_taken_from_a_server_that_tells_them(start):
+    found, _ = run_on_server(start(AnsweringServer(rounds=True)), PROMPTS, GREEDY, concurrency=2)
+    assert [each.rounds for each in found.requests] == [(RoundRecord(drafted=K, accepted=2),)] * 4
+    silent, _ = run_on_server(start(AnsweringServer()), PROMPTS, GREEDY, concurrency=2)
+    assert [each.rounds for each in silent.requests] == [()] * 4
 
 
 def test_a_server_that_dies_leaves_what_was_complete(start):

@@ -15,9 +15,9 @@ from draftsmith.evaluation.table import COLUMNS, method_cells, print_evaluation,
 from draftsmith.serving.vllm_process import DraftCounters
 
 
-def printed(show, *arguments, width: int = 200) -> str:
+def printed(show, *arguments, width: int = 200, **terminal: object) -> str:
     out = io.StringIO()
-    show(Console(file=out, width=width), *arguments)
+    show(Console(file=out, width=width, **terminal), *arguments)
     return out.getvalue()
 
 
@@ -144,7 +144,14 @@ def test_answers_with_steps_that_drafted_nothing_are_not_pictured():
 def test_the_terminal_shows_tokens():
     shown = printed(print_worst, sample_evaluation(), 1)
     assert "prompt 1 (chat, “quoted”), acceptance length 2.00" in shown
-    assert "Hello wrong wörld" in shown
+    assert "[accepted] ~rejected~ bonus" in shown
+    assert "Hello~ wrong~ wörld" in shown
+    second = tuple(attrs.evolve(each, turn=2) for each in sample_evaluation().prompts)
+    later = printed(print_worst, attrs.evolve(sample_evaluation(), prompts=second), 1)
+    assert "prompt 1 (chat, “quoted”, turn 2), acceptance length 2.00" in later
+    coloured = printed(print_worst, sample_evaluation(), 1, force_terminal=True, color_system="standard")
+    assert "Hello\x1b[0m\x1b[9;31m wrong\x1b[0m\x1b[1;34m wörld" in coloured
+    assert "~" not in coloured
     assert "no answer's rounds are known" in printed(
         print_worst, attrs.evolve(sample_evaluation(), methods=sample_evaluation().methods[:1]), 1
     )

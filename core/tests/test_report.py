@@ -244,6 +244,15 @@ def test_bars_of_nothing_have_a_width():
     assert all(len(each.text or "") <= 52 for each in figure.iter("text"))
 
 
+def test_the_mark_does_not_go_through_a_value():
+    values = [Bar(name=str(value), value=value) for value in (0.1, 0.8, 0.9, 0.974, 1.0, 1.5)]
+    figure = bars(values, title="T", unit="×", mark=1.0)
+    (mark,) = (float(each.get("x1")) for each in figure.iter("line"))
+    places = [float(each.get("x")) for each in figure.iter("text") if (each.text or "").endswith(" ×")]
+    assert [place < mark - 50 or place > mark for place in places] == [True] * 6
+    assert places == sorted(places)
+
+
 # --- a real browser ---------------------------------------------------------------------------------------------
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -77,11 +77,21 @@ class AnsweringServer:
     Attributes:
         dies_at: number of the answer that breaks off, and after which nothing is answered.
         others: tokens that it generates for somebody else with each answer.
+        rounds: it tells the rounds of each request, as with ``--per-request-spec-decode-metrics detailed``.
     """
 
-    def __init__(self, *, drafts: bool = True, dies_at: int | None = None, others: int = 0, token_ids: bool = True):
+    def __init__(
+        self,
+        *,
+        drafts: bool = True,
+        dies_at: int | None = None,
+        others: int = 0,
+        token_ids: bool = True,
+        rounds: bool = False,
+    ):
         self.exposition = Exposition(drafts=drafts)
         self.drafts, self.dies_at, self.others, self.token_ids = drafts, dies_at, others, token_ids
+        self.rounds = rounds
         self.bodies: list[dict[str, Any]] = []
         self.most, self.now = 0, 0
         self.lock = threading.Lock()
@@ -123,6 +133,10 @@ class AnsweringServer:
         with self.lock:
             self.exposition.count([2] if self.drafts else [], generated=self.others + len(output))
             self.now -= 1
+        if body.get("stream_options", {}).get("include_usage"):
+            told = {"per_step_drafted": [K], "per_step_accepted": [2]} if self.rounds else {}
+            usage = {"choices": [], "usage": {}, "metrics": {"speculative_decoding": told} if told else None}
+            handler.wfile.write(f"data: {json.dumps(usage)}\n\n".encode())
         handler.wfile.write(b"data: [DONE]\n\n")
 
 

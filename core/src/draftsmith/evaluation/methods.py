@@ -44,8 +44,9 @@ __all__ = [
     "why_not_served",
 ]
 
-#: Methods of vLLM that need a package of their own: method → (module, distribution).
-_PACKAGES = {"suffix": ("arctic_inference", "arctic-inference")}
+#: Methods of vLLM that need a package of their own: method → (module, a folder in it, requirement). vLLM asks for the
+#: module alone; early versions, which pip takes where there is no compiler, lack the folder.
+_PACKAGES = {"suffix": ("arctic_inference", "suffix_decoding", "arctic-inference==0.1.1")}
 #: An option of a method, at the end of its name.
 _OPTION = re.compile(r"(?P<key>[a-z][a-z_]*)=(?P<value>[^/]+)")
 #: Methods of vLLM that never start without a model of their own.
@@ -249,15 +250,22 @@ def _of_vllm(name: str, tokens: int, sampling: Mapping[str, Any]) -> MethodPlan:
     if reason is None and method in _NEEDS_MODEL and not model:
         raise UserError(f"{method} needs a model", where=f"--against {name}", hint=f"write {method}:FOLDER")
     if reason is None and method in _PACKAGES:
-        module, distribution = _PACKAGES[method]
-        if importlib.util.find_spec(module) is None:
-            reason = f"{distribution} is not installed, which vLLM needs for it"
+        module, part, requirement = _PACKAGES[method]
+        if not _offers(module, part):
+            reason = f"vLLM needs {requirement} for it, which is not installed"
     return MethodPlan(
         name=name,
         num_speculative_tokens=config["num_speculative_tokens"],
         speculative_config=config,
         reason=reason,
     )
+
+
+def _offers(module: str, part: str) -> bool:
+    """Whether an installed package has a folder of that name. Does not import it."""
+    spec = importlib.util.find_spec(module)
+    places = spec.submodule_search_locations if spec is not None else None
+    return any(Path(place, part).is_dir() for place in places or ())
 
 
 def _options(name: str) -> tuple[str, dict[str, Any]]:

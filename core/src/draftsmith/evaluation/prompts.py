@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from draftsmith.data.conversations import SUFFIXES, RowRejected, normalise, read_rows
 from draftsmith.errors import DataError, DraftsmithError, PluginError, UnknownNameError
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatPrompt", "encode", "load_prompts", "prompt_of", "without_long_ones"]
 
-#: Keys that hold a prompt as text, or as the turns of a user of which the first is sent.
-_TEXTS = ("turns", "prompt", "question", "instruction")
+#: Keys that hold a prompt as text, or as the turns of a user.
+_KEYS = ("turns", "prompt", "question", "instruction")
+
+
+#: In place of the texts that SPEED-Bench may not pass on (494 of its 880 qualitative rows).
+_NOT_PASSED_ON = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @frozen(kw_only=True)
@@ -35,12 +39,21 @@ class ChatPrompt:
         category: within the set; the set's own name where it has none.
         messages: chat messages, the last of them not the assistant's.
         tools: the tools on offer, or None.
+        later: what the user says in the turns after this one, whatever the answers are.
+        turn: which of the user's turns *messages* end with, counted from 1.
     """
 
     set: str
     category: str
     messages: tuple[dict[str, Any], ...]
     tools: list[dict[str, Any]] | None = None
+    later: tuple[str, ...] = ()
+    turn: int = 1
+
+    def answered(self, answer: str) -> ChatPrompt:
+        """The next turn, after *answer* to this one."""
+        said = ({"role": "assistant", "content": answer}, {"role": "user", "content": self.later[0]})
+        return evolve(self, messages=(*self.messages, *said), later=self.later[1:], turn=self.turn + 1)
 
 
 def load_prompts(
@@ -118,17 +131,18 @@ def _of_hub(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def prompt_of(row: Any, label: str, where: str) -> ChatPrompt:
-    """The prompt in one row: its conversation without the answers at its end, or its text as a user's message.
+    """The prompt in one row: its conversation without the answers at its end, or its text as a user's message; of
+    several turns of a user the first, the others being *later*.
 
     Raises:
         DataError: there is none.
     """
     if isinstance(row, RowRejected):
         raise DataError(f"{row.reason}: {row.detail}", where=where, hint="mend or remove it")
-    text = _text(row) if isinstance(row, Mapping) and not _has_conversation(row) else None
+    texts = _texts(row) if isinstance(row, Mapping) and not _has_conversation(row) else ()
     try:
-        if text is not None:
-            row = {**row, "messages": [{"role": "user", "content": text}]}
+        if texts:
+            row = {**row, "messages": [{"role": "user", "content": text} for text in texts]}
         messages, tools = normalise(dict(row) if isinstance(row, Mapping) else row, allow_empty_answers=True)
     except RowRejected as error:
         raise DataError(f"{error.reason}: {error.detail}", where=where, hint="mend or remove it") from error
@@ -136,27 +150,46 @@ def prompt_of(row: Any, label: str, where: str) -> ChatPrompt:
         messages.pop()
     if not messages:
         raise DataError("no message comes before the answer", where=where, hint="mend or remove it")
+    if any(_NOT_PASSED_ON in str(each["content"]) for each in messages):
+        raise DataError(
+            "the row has no prompt but the notice that it must be fetched from its source",
+            where=where,
+            hint="fetch it with NVIDIA's prepare.py for SPEED-Bench, and name the file that it writes",
+        )
+    messages, later = _split_turns(messages)
     category = row.get("category") or row.get("source")
     return ChatPrompt(
-        set=label, category=category if isinstance(category, str) else label, messages=tuple(messages), tools=tools
+        set=label,
+        category=category if isinstance(category, str) else label,
+        messages=tuple(messages),
+        tools=tools,
+        later=later,
     )
+
+
+def _split_turns(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The first of a user's turns with what comes before it, and the later ones; where others speak too, all of it."""
+    first = next((place for place, each in enumerate(messages) if each["role"] == "user"), len(messages))
+    after = messages[first + 1 :]
+    if all(each["role"] == "user" for each in after):
+        return messages[: first + 1], tuple(str(each["content"]) for each in after)
+    return messages, ()
 
 
 def _has_conversation(row: Mapping[str, Any]) -> bool:
     return any(row.get(key) for key in ("messages", "conversations"))
 
 
-def _text(row: Mapping[str, Any]) -> str | None:
-    """The text of a row that is no conversation; None: leave it to what reads training data."""
+def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A user's turns in a row that is no conversation; none: leave it to what reads training data."""
     if row.get("input"):
-        return None  # instruction data with an input of its own
-    for key in _TEXTS:
+        return ()  # instruction data with an input of its own
+    for key in _KEYS:
         value = row.get(key)
-        if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
-            value = value[0]
-        if isinstance(value, str) and value.strip():
-            return value
-    return None
+        turns = value if isinstance(value, list) else [value]
+        if turns and all(isinstance(turn, str) and turn.strip() for turn in turns):
+            return tuple(turns)
+    return ()
 
 
 # --- token ids --------------------------------------------------------------------------------------------------

@@ -72,12 +72,19 @@ class PromptRecord:
     Attributes:
         set: name of the prompt set.
         category: within the set; the set's own name where it has none.
-        tokens: of the prompt, template included.
+        tokens: of the prompt, template and earlier turns included.
+        turn: which of the user's turns it is, counted from 1.
     """
 
     set: str
     category: str
     tokens: int
+    turn: int = 1
+
+    @property
+    def label(self) -> str:
+        """Its category, and its turn where that is not the first."""
+        return self.category if self.turn == 1 else f"{self.category}, turn {self.turn}"
 
 
 @frozen(kw_only=True)

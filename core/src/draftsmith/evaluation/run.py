@@ -125,7 +125,12 @@ class Settings:
 
 @frozen(kw_only=True)
 class _Job:
-    """Everything that is known before the first engine starts."""
+    """Everything that is known before the first engine starts.
+
+    Attributes:
+        prompts: the first turns, until the later ones are known.
+        longest: tokens of a prompt at most.
+    """
 
     settings: Settings
     registry: PluginRegistry
@@ -133,6 +138,7 @@ class _Job:
     methods: tuple[MethodPlan, ...]
     prompts: tuple[ChatPrompt, ...]
     token_ids: tuple[tuple[int, ...], ...]
+    longest: int
     tokenizer: Any
     folder: Path
 
@@ -214,6 +220,7 @@ def _prepare(settings: Settings, registry: PluginRegistry, folder: Path) -> _Job
         methods=tuple(methods),
         prompts=tuple(chats),
         token_ids=tuple(ids),
+        longest=longest,
         tokenizer=tokenizer,
         folder=folder,
     )
@@ -250,7 +257,7 @@ def _fingerprint(job: _Job, about: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "settings": asdict(job.settings),
         "methods": [[each.name, each.speculative_config, each.reason] for each in job.methods],
-        "prompts": digest(job.token_ids),
+        "prompts": digest([job.token_ids, [each.later for each in job.prompts]]),
         "verifier": job.verifier.fingerprint,
         "checkpoints": about["checkpoints"],
         "vllm": vllm_version(),
@@ -261,7 +268,7 @@ def _fingerprint(job: _Job, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(job: _Job, about: Mapping[str, Any], console: Console | None) -> Evaluation:
-    settings = job.settings
+    settings, job = job.settings, _with_later_turns(job, console)
     measured: dict[str, list[Repetition]] = {each.name: [] for each in job.methods}
     reasons = {each.name: each.reason for each in job.methods}
     lossless: dict[str, Losslessness] = {}
@@ -277,7 +284,7 @@ def _measure(job: _Job, about: Mapping[str, Any], console: Console | None) -> Ev
             settings=json.loads(json.dumps(asdict(settings), default=str)),  # as it is read again
             provenance=about,
             prompts=tuple(
-                PromptRecord(set=chat.set, category=chat.category, tokens=len(ids))
+                PromptRecord(set=chat.set, category=chat.category, tokens=len(ids), turn=chat.turn)
                 for chat, ids in zip(job.prompts, job.token_ids, strict=True)
             ),
             methods=(*methods, *simulated),
@@ -309,6 +316,70 @@ def _measure(job: _Job, about: Mapping[str, Any], console: Console | None) -> Ev
     if settings.simulate:
         simulated.append(_simulate(job, bool(measured.get(BASELINE)), engines, console))
     return snapshot(complete=True)
+
+
+def _with_later_turns(job: _Job, console: Console | None) -> _Job:
+    """With each later turn as a prompt of its own, behind the turn before it.
+
+    The answers in between are the verifier's, asked for once and the same for all methods: what a lossless method
+    would say itself, and prompts that can be compared.
+    """
+    conversations = [[each] for each in zip(job.prompts, job.token_ids, strict=True)]
+    asked = [each for each in conversations if each[0][0].later]
+    while asked:
+        answers = _answers_between(job, [each[-1][1] for each in asked], console)
+        texts = [job.tokenizer.decode(list(answer), skip_special_tokens=True) for answer in answers]
+        chats = [each[-1][0].answered(text) for each, text in zip(asked, texts, strict=True)]
+        ids = encode(chats, job.tokenizer, job.settings.template_arguments)
+        if not job.settings.skip_long_prompts:
+            without_long_ones(chats, ids, job.longest, skip=False)
+        for conversation, turn in zip(asked, zip(chats, ids, strict=True), strict=True):
+            if len(turn[1]) <= job.longest:
+                conversation.append(turn)
+        asked = [each for each, chat in zip(asked, chats, strict=True) if each[-1][0] is chat and chat.later]
+    turns = [turn for conversation in conversations for turn in conversation]
+    return evolve(job, prompts=tuple(chat for chat, _ in turns), token_ids=tuple(ids for _, ids in turns))
+
+
+def _answers_between(
+    job: _Job, token_ids: Sequence[tuple[int, ...]], console: Console | None
+) -> Sequence[Sequence[int]]:
+    """The verifier's answers to what comes before later turns.
+
+    Raises:
+        ServingError: a server does not answer all of them.
+    """
+    settings = job.settings
+    if settings.servers:
+        # The baseline's server where there is one. A draft's answers are the verifier's too.
+        method = job.methods[0]
+        assert method.server is not None
+        made, trouble = run_on_server(
+            method.server,
+            token_ids,
+            settings.sampling(),
+            concurrency=settings.concurrency,
+            drafts=method.name != BASELINE,
+        )
+        if trouble is not None:
+            raise ServingError(trouble, where=method.server, hint="the same command begins anew")
+        return [each.output for each in made.requests]
+    if vllm_version() is None:
+        from draftsmith.serving.simulation import answer_prompts
+        from draftsmith.serving.simulator import answer_length
+
+        eos = frozenset(job.verifier.eos_token_ids)
+        model = _load_verifier(job, _dtype(job))
+        answers = answer_prompts(
+            model, token_ids, settings.max_tokens, 0, eos, batch_size=settings.concurrency, console=console
+        )
+        return [answer[: answer_length(answer, eos, settings.max_tokens)] for answer in answers]
+    engine = _engine(evolve(job, token_ids=tuple(token_ids)))
+    request = EngineRequest(name="earlier", engine=engine, prompts=token_ids, sampling=settings.sampling())
+    with stage_progress(console, "vLLM, earlier turns", len(token_ids), "answers") as bar:
+        answered = run_engines([request], job.folder / "vllm")["earlier"].outputs
+        bar.advance(len(answered))
+    return answered
 
 
 def _in_turn(methods: Sequence[MethodPlan], repetitions: int) -> Iterator[tuple[int, MethodPlan]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from draftsmith.errors import ServingError, UserError
 from draftsmith.evaluation.metrics import RequestTimes, difference
-from draftsmith.evaluation.results import Repetition, RequestRecord
+from draftsmith.evaluation.results import Repetition, RequestRecord, RoundRecord
 from draftsmith.serving.counters import Reading, metrics_address, read_metrics
 from draftsmith.serving.vllm_process import DraftCounters
 
@@ -163,10 +163,13 @@ def _answer(
         ServingError: the server refused it, or went away; *stop* was set.
     """
     body = {"model": model, "prompt": list(prompt), "stream": True, "return_token_ids": True, **sampling}
+    # vLLM tells a request's rounds beside its usage, where it is started to record them.
+    body["stream_options"] = {"include_usage": True}
     request = urllib.request.Request(
         _address(url, "completions"), json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     output: list[int] = []
+    rounds: tuple[RoundRecord, ...] = ()
     first: float | None = None
     started = time.monotonic()
     last = started
@@ -179,7 +182,9 @@ def _answer(
                 data = line.decode("utf-8").strip().removeprefix("data:").strip()
                 if not data or data == "[DONE]":
                     continue
-                choice = _choice(json.loads(data), url)
+                chunk = json.loads(data)
+                choice = _choice(chunk, url)
+                rounds = _rounds(chunk) or rounds
                 if choice.get("token_ids"):
                     last = time.monotonic()
                     first = last if first is None else first
@@ -197,7 +202,14 @@ def _answer(
             "the server tells no token ids", where=url, hint="vLLM 0.32 does, on return_token_ids: is it one?"
         )
     times = RequestTimes(tokens=len(output), first_token=first - started, last_token=last - started)
-    return RequestRecord(prompt=index, times=times, output=tuple(output))
+    return RequestRecord(prompt=index, times=times, output=tuple(output), rounds=rounds)
+
+
+def _rounds(chunk: Mapping[str, Any]) -> tuple[RoundRecord, ...]:
+    """Of a request, from the last chunk of its stream; none where the server does not record them one by one."""
+    told = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
+    counts = (told.get(f"per_step_{name}") or () for name in ("drafted", "accepted"))
+    return tuple(RoundRecord(drafted=drafted, accepted=accepted) for drafted, accepted in zip(*counts, strict=True))
 
 
 def _choice(value: Mapping[str, Any], url: str) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.evaluation.metrics import Spread, largest_relative_gap
@@ -47,6 +48,8 @@ RARE = 0.05
 #: How far two counts of one position may be apart, relatively.
 CLOSE = 0.03
 _STYLES = {"accepted": "green", "rejected": "red strike", "bonus": "bold blue"}
+#: Around tokens where there are no colours, as in a file.
+_MARKS = {"accepted": "[{}]", "rejected": "~{}~", "bonus": "{}"}
 
 
 def _spread(value: Spread | None, factor: float = 1.0, digits: int = 1) -> str:
@@ -176,7 +179,8 @@ def _title(evaluation: Evaluation) -> str:
 
 
 def print_worst(console: Console, evaluation: Evaluation, count: int) -> None:
-    """The answers that gained least from the draft, token by token: accepted, rejected, the verifier's own."""
+    """The answers that gained least from the draft, token by token: accepted, rejected, the verifier's own (*bonus*);
+    in colours, or with marks around them where there are none."""
     from rich.text import Text
 
     method = pictured(evaluation)
@@ -184,14 +188,14 @@ def print_worst(console: Console, evaluation: Evaluation, count: int) -> None:
         console.print("no answer's rounds are known", markup=False)
         return
     legend = Text(f"\n{method.name}: the answers that gained least; ")
+    marks = _MARKS if console.color_system is None else dict.fromkeys(_STYLES, "{}")
     for kind, style in _STYLES.items():
-        legend.append(kind, style=style).append(" ")
+        legend.append(marks[kind].format(kind), style=style).append(" ")
     console.print(legend, soft_wrap=True)
     for request in worst_requests(method, count):
         prompt = evaluation.prompts[request.prompt]
-        line = Text(
-            f"\nprompt {request.prompt} ({prompt.category}), acceptance length {request_length(request):.2f}\n"
-        )
-        for piece in pieces(request):
-            line.append(evaluation.texts.get(piece.token, "?"), style=_STYLES[piece.kind])
+        line = Text(f"\nprompt {request.prompt} ({prompt.label}), acceptance length {request_length(request):.2f}\n")
+        for kind, alike in groupby(pieces(request), key=lambda piece: piece.kind):
+            text = "".join(evaluation.texts.get(piece.token, "?") for piece in alike)
+            line.append(marks[kind].format(text), style=_STYLES[kind])
         console.print(line, soft_wrap=True)

@@ -150,7 +150,7 @@ def _worst(evaluation: Evaluation, count: int) -> Element | None:
     shown = [legend]
     for request in chosen:
         prompt = evaluation.prompts[request.prompt]
-        title = f"Prompt {request.prompt}, {prompt.category}: acceptance length {request_length(request):.2f}"
+        title = f"Prompt {request.prompt}, {prompt.label}: acceptance length {request_length(request):.2f}"
         tokens = [
             el("span", evaluation.texts.get(piece.token, "?"), class_=piece.kind, title=f"{piece.kind}")
             for piece in pieces(request)

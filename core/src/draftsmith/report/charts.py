@@ -19,6 +19,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 16, 8, 34
 _DASHES = (None, "6 3", "2 2", "8 3 2 3")
 #: Height of a bar with its label above it.
 _BAR = 34
+#: Room of a bar's value.
+_VALUE = 50
 #: Most points that a line is drawn of.
 POINTS = 300
 
@@ -134,6 +136,8 @@ def bars(values: Sequence[Bar], *, title: str, unit: str = "", mark: float | Non
         if each.low is not None and each.high is not None and each.high > each.low:
             end = max(end, each.high * scale)
             svg.append(_line(each.low * scale, top + 23, each.high * scale, top + 23, "whisker"))
+        if mark is not None and end <= mark * scale < end + _VALUE:
+            end = mark * scale  # or the line would go through the figure
         svg.append(el("text", f"{each.value:.3g} {unit}".rstrip(), x=round(end + 5, 1), y=top + 27))
     if mark is not None:
         svg.append(_line(mark * scale, 0, mark * scale, height, "whisker"))

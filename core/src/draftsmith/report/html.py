@@ -29,18 +29,21 @@ _STYLE = (
 body{margin:0 auto;padding:1rem;max-width:60rem;background:var(--back);color:var(--text);
 font:16px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
 h1{font-size:1.5rem}h2{font-size:1.2rem;margin:2.2rem 0 .5rem;border-bottom:1px solid var(--line)}h3{font-size:1rem}
-p.note,figcaption,.soft{color:var(--soft);font-size:.875rem}
-figure{margin:1rem 0}svg{display:block;width:100%;max-width:40rem;height:auto}
+p.note,figcaption,.soft{color:var(--soft);font-size:.875rem}figcaption{font-size:.8125rem}
+figure{margin:1rem 0}svg{display:block;width:100%;max-width:30rem;height:auto}
+@media (min-width:60rem){figure{display:inline-block;vertical-align:top;width:29rem;padding-right:1rem}}
 svg text{fill:var(--soft);font-size:11px}svg .axis{stroke:var(--line);stroke-width:1}
 svg .curve{fill:none;stroke-width:1.8;stroke-linejoin:round}svg .whisker{stroke:var(--text);stroke-width:1.2}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.875rem}
+.scroll{overflow-x:auto}table{border-collapse:separate;border-spacing:0;font-size:.875rem}
 th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left;white-space:normal;min-width:9rem}
+th{white-space:normal;overflow-wrap:break-word;vertical-align:bottom}
+th:first-child,td:first-child{text-align:left;white-space:normal;min-width:7rem;position:sticky;left:0;
+background:var(--back)}
 ul.legend{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.2rem 1rem;font-size:.875rem}
 ul.legend svg{display:inline-block;width:1.6rem;height:.7rem;margin-right:.4rem}
 pre{background:var(--panel);padding:.7rem;white-space:pre-wrap;font-size:.8125rem}
 .answer{background:var(--panel);padding:.7rem;white-space:pre-wrap;font:.8125rem/1.7 ui-monospace,monospace}
-.accepted,.rejected,.bonus{border-radius:3px}.accepted{background:var(--accepted)}.bonus{background:var(--bonus)}
+.accepted,.rejected,.bonus{border-radius:3px;color:var(--text)}.accepted{background:var(--accepted)}.bonus{background:var(--bonus)}
 .rejected{background:var(--rejected);text-decoration:line-through}
 """
     + "".join(f".s{n}{{--c:var(--c{n})}}" for n in range(COLOURS))
