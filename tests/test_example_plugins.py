@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,15 @@ def test_an_observer_passes_its_own_tests_with_the_real_tracker(name: str, tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+def test_every_loss_and_mask_goes_with_the_examples_too(outsider: Outsider) -> None:
+    """Theirs with our algorithms, and ours with theirs."""
+    pairs = Path(__file__).with_name("test_facets.py")
+    theirs = "medusa or toy or focal"
+    done = outsider.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(pairs), "-k", theirs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split(" passed")[0].split()[-1]) > 20
 
 
 def write_recipe(folder: Path, **changes: object) -> Path:
