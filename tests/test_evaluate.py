@@ -15,9 +15,11 @@ from pathlib import Path
 import attrs
 import psutil
 import pytest
+import torch
 from exposition import AnsweringServer, served
 from questions import ANSWER, TOPICS
 
+from draftsmith.capture.engines.transformers import load_verifier
 from draftsmith.cli import main
 from draftsmith.data.template import load_tokenizer, render_prompt
 from draftsmith.errors import (
@@ -43,6 +45,7 @@ from draftsmith.serving import vllm_models
 from draftsmith.serving.counters import read_metrics
 from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
+from draftsmith.serving.verifier_model import generate_greedily
 from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
 from draftsmith.stages import sole_writer
 from draftsmith.verifier import read_verifier

@@ -18,6 +18,7 @@ from draftsmith.config.resolve import resolve
 from draftsmith.errors import CheckpointError, NumericsError, UnknownNameError
 from draftsmith.interfaces import ExportContext, Finding
 from draftsmith.pipeline import run_all
+from draftsmith.plugins import load_reference
 from draftsmith.stages import Stage
 from draftsmith.testing.verifiers import make_tiny_verifier
 
@@ -106,7 +107,7 @@ def test_values_that_are_not_finite_are_not_exported(export_draft, tiny_verifier
 
 
 def test_a_format_that_forgets_a_tensor_is_refused(exported, tmp_path, registry):
-    class Forgetful(type(open_format(registry.schemas.get("eagle3")))):
+    class Forgetful(load_reference(registry.schemas.get("eagle3").implementation)):
         def tensors(self, model, context):
             tensors = super().tensors(model, context)
             del tensors["fc.weight"]

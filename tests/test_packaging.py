@@ -12,6 +12,7 @@ import sys
 import tomllib
 import venv
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,18 +145,18 @@ def build_wheels(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) 
     return built
 
 
-def declared_closure(name: str) -> set[str]:
-    """The distributions that *name* needs according to metadata, without extras; itself left out."""
-    seen: set[str] = set()
-    waiting = [name]
+def declared_closure(*asked: str) -> set[str]:
+    """The distributions that these requirements need according to metadata, their extras included."""
+    seen: set[tuple[str, str]] = set()
+    waiting = [Requirement(each) for each in asked]
     while waiting:
-        for text in importlib.metadata.distribution(waiting.pop()).requires or []:
-            requirement = Requirement(text)
-            needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if needed and normalised(requirement.name) not in seen:
-                seen.add(normalised(requirement.name))
-                waiting.append(requirement.name)
-    return seen
+        requirement = waiting.pop()
+        name = normalised(requirement.name)
+        for extra in {"", *requirement.extras} - {extra for each, extra in seen if each == name}:
+            seen.add((name, extra))
+            needed = map(Requirement, importlib.metadata.distribution(name).requires or [])
+            waiting += [each for each in needed if each.marker is None or each.marker.evaluate({"extra": extra})]
+    return {name for name, _ in seen}
 
 
 class FreshEnvironment:
@@ -166,7 +167,7 @@ class FreshEnvironment:
         venv.create(folder, with_pip=False, symlinks=True)
         self.python = folder / "bin" / "python"
         (self.site,) = (folder / "lib").glob("python*/site-packages")
-        for name in sorted(declared_closure("draftsmith")):
+        for name in sorted(declared_closure("draftsmith") - {"draftsmith"}):
             self.copy_distribution(name)
 
     def copy_distribution(self, name: str) -> None:
@@ -192,14 +193,14 @@ class FreshEnvironment:
         done = subprocess.run([*command, *map(str, wheels)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def run(self, *arguments: str, also: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, also: Sequence[Path] = ()) -> subprocess.CompletedProcess[str]:
         """`draftsmith …` from a folder without sources, untouched by this process's own environment.
 
         Args:
-            also: a folder whose packages are installed as well.
+            also: folders whose packages are installed as well.
         """
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "COLUMNS": "200", "NO_COLOR": "1"}
-        environment |= {"PYTHONPATH": str(also)} if also is not None else {}
+        environment |= {"PYTHONPATH": os.pathsep.join(map(str, also)), "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [str(self.folder / "bin" / "draftsmith"), *arguments],
             cwd=self.folder, env=environment, capture_output=True, text=True, check=False,
@@ -211,6 +212,17 @@ def core_alone(tmp_path_factory: pytest.TempPathFactory, wheels: dict[str, Wheel
     environment = FreshEnvironment(tmp_path_factory.mktemp("core"))
     environment.install(wheels["draftsmith"].path)
     return environment
+
+
+def lend(requirements: Sequence[str], folder: Path) -> Path:
+    """*folder*, with links to what these need here beyond the core's own needs: torch is too large to be copied."""
+    folder.mkdir()
+    for name in declared_closure(*requirements) - declared_closure("draftsmith"):
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            if not (folder / top).is_symlink():  # packages of one namespace share a folder
+                (folder / top).symlink_to(Path(str(distribution.locate_file(top))))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +281,32 @@ def test_core_alone_says_what_its_kit_needs(core_alone: FreshEnvironment) -> Non
     assert "Traceback" not in checked.stderr
 
 
+@pytest.mark.slow
+def test_core_alone_has_a_doctor_that_says_what_is_missing(core_alone: FreshEnvironment) -> None:
+    looked = core_alone.run("doctor")
+    assert looked.returncode == 1, looked.stdout + looked.stderr
+    assert "torch:       is not installed: recipes can be checked, and no more" in looked.stdout
+    assert "pip install 'draftsmith[train]'" in looked.stdout
+    assert "Traceback" not in looked.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["prepare", "capture", "train", "export", "verify", "run"])
+def test_without_torch_each_stage_says_what_to_install(
+    command: str, with_plugins: FreshEnvironment, tiny_verifier: Path
+) -> None:
+    recipe = with_plugins.folder / "recipe.yaml"
+    (with_plugins.folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    recipe.write_text(
+        f"{{verifier: {tiny_verifier}, output: out, algorithm: eagle3, transport: hs_file, "
+        "data: {sources: [chats.jsonl]}, capture: {engine: transformers}}"
+    )
+    done = with_plugins.run(command, str(recipe))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "pip install 'draftsmith[train]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def unpack(name: str, wheels: dict[str, Wheel], folder: Path) -> None:
     """The wheel of *name* and of those of ours that it depends on, as pip would lay them out, less the core's."""
     with zipfile.ZipFile(wheels[name].path) as archive:
@@ -288,14 +326,41 @@ def test_each_plugin_works_alone_beside_the_core(
 ) -> None:
     """It is listed, helps and shows its options, without torch and without the plugins that it does not depend on."""
     unpack(name, all_wheels, tmp_path)
-    listed = core_alone.run("plugins", "list", also=tmp_path)
+    listed = core_alone.run("plugins", "list", also=[tmp_path])
     assert f"  ({name} " in listed.stdout, listed.stdout + listed.stderr
     assert "quarantined" not in listed.stdout
     assert "warning:" not in listed.stdout
     for command in (["--help"], ["plugins", "show", name]):
-        done = core_alone.run(*command, also=tmp_path)
+        done = core_alone.run(*command, also=[tmp_path])
         assert done.returncode == 0, done.stdout + done.stderr
     assert f"plugin {name.removeprefix('draftsmith-').replace('-', '_')}  (" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [*PACKAGES[1:], *EXAMPLES], ids=lambda path: path.name)
+def test_each_plugin_passes_the_kit_alone_beside_the_core(
+    folder: Path, core_alone: FreshEnvironment, all_wheels: dict[str, Wheel], tmp_path: Path
+) -> None:
+    """With what it and the kit declare, and none of the plugins that it does not depend on."""
+    name = project(folder)["name"]
+    unpack(name, all_wheels, tmp_path)
+    # Of the builds of a store, that which is installed.
+    offered = [each for extra in project(folder).get("optional-dependencies", {}).values() for each in extra]
+    builds = [each for each in offered if installed(each)]
+    lent = lend(["draftsmith[train,test]", *builds], tmp_path / "lent")
+    checked = core_alone.run("plugins", "check", name, also=[tmp_path, lent])
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert f"plugin {name.removeprefix('draftsmith-').replace('-', '_')}  ({name} " in checked.stdout
+    assert ", 0 failed, in " in checked.stdout
+    assert "skipped" not in checked.stdout
+
+
+def installed(requirement: str) -> bool:
+    """Whether a distribution of that name is here."""
+    try:
+        return bool(importlib.metadata.distribution(Requirement(requirement).name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 @pytest.mark.slow

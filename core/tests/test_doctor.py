@@ -297,6 +297,9 @@ def test_memory_is_held_against_that_of_the_device(tiny):
         training = list(examine_run(run, (memory,)))[-1]
         assert training.severity == severity
         assert "train.tokens_per_row" in training.hint
+        # It is a lower bound, and says so: what an algorithm keeps of its forward pass is known when it runs.
+        assert f"training takes {human_bytes(needed)} at the least" in training.what
+        assert "activations and further layers come on top" in training.what
     elsewhere = tiny("capture.mode=online", "online.endpoints=[http://far:8000]")
     assert len([each for each in examine_run(elsewhere, (2**40,)) if each.about == "memory"]) == 1
 

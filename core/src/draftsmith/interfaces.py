@@ -169,9 +169,13 @@ class PositionLoss(ABC):
         """``value`` [C] and d value[c] / d logits[c, :] as [C, V_d], both detached; *logits* may be overwritten."""
         import torch
 
+        from draftsmith.plugins.results import check_losses, wrong_result
+
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_(True)
-            value = self.value(leaf, teacher)
+            value = check_losses(self.value, self.value(leaf, teacher), logits.shape[0])
+            if not value.requires_grad:
+                raise wrong_result(self.value, value, "one that is differentiable in the logits")
             (grad,) = torch.autograd.grad(value.sum(), leaf)
         return value.detach(), grad
 
@@ -425,14 +429,15 @@ class Drafter(ABC):
         """
         import torch
 
-        return torch.stack(
-            [
-                self.propose(
-                    token_ids[: each + 1], taps[:each], num_tokens, forced=None if forced is None else forced[place]
-                )
-                for place, each in enumerate(bonus)
-            ]
-        )
+        from draftsmith.plugins.results import check_drafted
+
+        drafted = [
+            self.propose(
+                token_ids[: each + 1], taps[:each], num_tokens, forced=None if forced is None else forced[place]
+            )
+            for place, each in enumerate(bonus)
+        ]
+        return torch.stack([check_drafted(self.propose, each, (num_tokens, None)) for each in drafted])
 
     def reset(self) -> None:
         """Forget the sequence."""

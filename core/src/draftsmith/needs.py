@@ -120,7 +120,10 @@ def _memory(run: ResolvedRun, memory: int) -> Iterator[Remark]:
     if run.recipe.captures_online and held_here:
         needed += weights
         hint = f"let servers capture (online.endpoints), which hold the verifier's weights; or {hint}"
-    what = f"training takes {human_bytes(needed)} or more, for a draft of one layer like the verifier's"
+    what = (
+        f"training takes {human_bytes(needed)} at the least, for a draft of one layer like the verifier's; "
+        "activations and further layers come on top"
+    )
     yield _against_memory(what, needed, memory, hint)
 
 

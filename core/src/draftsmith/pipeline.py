@@ -12,6 +12,7 @@ from draftsmith.config.resolve import RUN_FILE, ResolvedRun
 from draftsmith.errors import ConfigError, OutputError, Problem, UserError, mark_shared
 from draftsmith.plugins import load_reference
 from draftsmith.plugins.blame import naming_plugins
+from draftsmith.plugins.results import check_items
 from draftsmith.stages import (
     FILE,
     STAGES,
@@ -265,7 +266,8 @@ def check_data(run: ResolvedRun) -> None:
     if run.algorithm.check_data is None:
         return
     facts = open_prepared(run.folders.prepared).facts(run.recipe.train.tokens_per_row)
-    problems = run.algorithm.check_data(run.algorithm_options, run.verifier, facts)
+    told = run.algorithm.check_data(run.algorithm_options, run.verifier, facts)
+    problems = check_items(run.algorithm.check_data, told, Problem)
     if problems:
         raise ConfigError(problems)
 

@@ -12,10 +12,11 @@ import cattrs
 from attrs import frozen
 
 from draftsmith import api
-from draftsmith.interfaces import HiddenStateTransport, StateLayout
+from draftsmith.interfaces import HiddenStateReader, HiddenStateTransport, HiddenStateWriter, StateLayout
 from draftsmith.plugins import load_reference
+from draftsmith.plugins.results import checked
 
-__all__ = ["TransportAddress", "open_transport"]
+__all__ = ["TransportAddress", "open_reader", "open_transport", "open_writer"]
 
 
 def open_transport(transport: api.Transport, options: Any, location: Path) -> HiddenStateTransport:
@@ -24,9 +25,27 @@ def open_transport(transport: api.Transport, options: Any, location: Path) -> Hi
     Raises:
         PluginError: its implementation cannot be imported, or is no transport.
     """
-    implementation: Any = load_reference(transport.implementation)
-    opened: HiddenStateTransport = implementation(options, location)
+    opened: HiddenStateTransport = load_reference(transport.implementation, expected=HiddenStateTransport)(
+        options, location
+    )
     return opened
+
+
+def open_reader(transport: HiddenStateTransport, layout: StateLayout) -> HiddenStateReader:
+    """A reader of what *transport* holds of *layout*.
+
+    Raises:
+        PluginError: the transport returns something else.
+        FingerprintMismatch, TransportError: as the transport.
+    """
+    opened = transport.reader(layout)
+    return checked(transport.reader, opened, HiddenStateReader, "a draftsmith.interfaces.HiddenStateReader")
+
+
+def open_writer(transport: HiddenStateTransport, layout: StateLayout) -> HiddenStateWriter:
+    """A writer of samples of *layout*. Raises as :func:`open_reader`."""
+    opened = transport.writer(layout)
+    return checked(transport.writer, opened, HiddenStateWriter, "a draftsmith.interfaces.HiddenStateWriter")
 
 
 @frozen(kw_only=True)
@@ -75,6 +94,6 @@ class TransportAddress:
         for part in name.split("."):
             kind = getattr(kind, part)
         options = cattrs.structure(dict(self.options), kind)
-        implementation: Any = load_reference(self.implementation)
+        implementation: Any = load_reference(self.implementation, expected=HiddenStateTransport)
         opened: HiddenStateTransport = implementation(options, Path(self.location))
         return opened

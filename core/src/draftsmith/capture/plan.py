@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 from attrs import frozen
@@ -10,6 +11,7 @@ from attrs import frozen
 from draftsmith.api import CaptureRequirements, VerifierFacts
 from draftsmith.errors import DiskSpaceError, VerifierError
 from draftsmith.interfaces import HiddenStateTransport, StateLayout
+from draftsmith.plugins.results import checked
 
 __all__ = [
     "STATISTICS_BYTES",
@@ -107,16 +109,18 @@ class Plan:
     def of(cls, transport: HiddenStateTransport, layout: StateLayout, lengths: list[int], stored_samples: int) -> Plan:
         tokens, size, peak = sum(lengths), 0, 0
         if lengths:
-            size = transport.bytes_for(layout, tokens, len(lengths)) + STATISTICS_BYTES * tokens
+            told = transport.bytes_for(layout, tokens, len(lengths))
+            size = checked(transport.bytes_for, told, int, "a number of bytes") + STATISTICS_BYTES * tokens
             # The statistics are written when the states are at rest.
-            peak = max(size, transport.peak_bytes_for(layout, tokens, len(lengths), longest=max(lengths)))
+            told = transport.peak_bytes_for(layout, tokens, len(lengths), longest=max(lengths))
+            peak = max(size, checked(transport.peak_bytes_for, told, int, "a number of bytes"))
         return cls(
             samples=len(lengths),
             tokens=tokens,
             stored_samples=stored_samples,
             bytes=size,
             peak_bytes=peak,
-            free=transport.free_bytes(),
+            free=checked(transport.free_bytes, transport.free_bytes(), (int, NoneType), "a number of bytes, or None"),
         )
 
     def describe(self) -> str:

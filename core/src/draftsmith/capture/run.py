@@ -12,7 +12,7 @@ import attrs
 import cattrs
 from attrs import define, field
 
-from draftsmith.capture.address import TransportAddress
+from draftsmith.capture.address import TransportAddress, open_reader, open_writer
 from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Request
 from draftsmith.capture.plan import Plan, check_disk, check_verifier, human_seconds
 from draftsmith.capture.states import (
@@ -29,6 +29,7 @@ from draftsmith.data.dataset import PreparedData, open_prepared
 from draftsmith.device import resolve_dtype, training_device
 from draftsmith.errors import FingerprintMismatch, NumericsError, SampleCorrupt, UserError
 from draftsmith.interfaces import HiddenStateTransport, StateLayout
+from draftsmith.plugins.results import check_ids
 from draftsmith.progress import stage_progress
 from draftsmith.stages import Stage, StageRecord, write_json_atomically
 
@@ -95,7 +96,7 @@ def run_capture(run: ResolvedRun, console: Console | None = None, *, overwrite: 
 def _fits(transport: HiddenStateTransport, layout: StateLayout) -> bool:
     """Whether what is stored, if anything, was captured as this run would."""
     try:
-        with transport.reader(layout) as reader:
+        with open_reader(transport, layout) as reader:
             reader.complete_ids()
     except FingerprintMismatch:
         return False
@@ -154,7 +155,7 @@ def make_engine(
         return VllmEngine(setup, address)
     from draftsmith.capture.engines.transformers import TransformersEngine
 
-    return TransformersEngine(setup, lambda: transport.writer(layout))
+    return TransformersEngine(setup, lambda: open_writer(transport, layout))
 
 
 def capture_setup(run: ResolvedRun, layout: StateLayout, *, longest: int) -> CaptureSetup:
@@ -212,7 +213,7 @@ class _Capture:
                     hint="check the disk",
                 )
             self._say(f"{len(bad)} stored rows cannot be used ({next(iter(bad.values()))}); capturing them again")
-            with self.transport.reader(self.layout) as reader:
+            with open_reader(self.transport, self.layout) as reader:
                 for sample_id in bad:
                     reader.delete(sample_id)
         return self._finish(rows)
@@ -222,8 +223,8 @@ class _Capture:
             self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def _capture_missing(self, rows: _Rows) -> None:
-        with self.transport.reader(self.layout) as reader:
-            complete = reader.complete_ids()
+        with open_reader(self.transport, self.layout) as reader:
+            complete = check_ids(reader.complete_ids, reader.complete_ids())
         missing = [place for place, each in enumerate(rows.sample_ids) if each not in complete]
         missing = [place for place in missing if rows.sample_ids[place] not in self.refused]
         lengths = [rows.lengths[place] for place in missing]
@@ -284,12 +285,13 @@ class _Capture:
         usable = [place for place, each in enumerate(rows.sample_ids) if each not in self.refused]
         tokens = sum(rows.lengths[place] for place in usable)
         with (
-            self.transport.reader(self.layout) as reader,
+            open_reader(self.transport, self.layout) as reader,
             stage_progress(self.console, "teacher statistics", tokens, "tokens") as bar,
         ):
             return compute_statistics(
                 self.run.folders.states / TEACHER,
                 reader,
+                self.layout,
                 (rows.tokens(place) for place in usable),
                 teacher.statistics,
                 lambda count: bar.advance(count),

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.capture.address import open_transport
+from draftsmith.capture.address import open_reader, open_transport
 from draftsmith.errors import OutputError
 from draftsmith.interfaces import HiddenStateReader, HiddenStateTransport, StateLayout
 from draftsmith.stages import Stage, StageRecord, digest
@@ -114,7 +114,7 @@ class CapturedStates:
     def reader(self) -> HiddenStateReader:
         """Opened on first use, once per process."""
         if self._reader is None:
-            self._reader = self.transport.reader(self.layout)
+            self._reader = open_reader(self.transport, self.layout)
         return self._reader
 
     def teacher(self, sample_id: str) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith.errors import OutputError, SampleCorrupt, SampleError, SampleMissing
-from draftsmith.interfaces import HiddenStateReader, HiddenStateSample
+from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, StateLayout
+from draftsmith.plugins.results import check_sample
 from draftsmith.stages import write_tensors_atomically
 
 __all__ = ["StatisticsDamaged", "StatisticsTable", "compute_statistics", "sample_statistics"]
@@ -193,6 +194,7 @@ def sample_statistics(statistics: Statistics, sample: HiddenStateSample) -> tupl
 def compute_statistics(
     folder: Path,
     reader: HiddenStateReader,
+    layout: StateLayout,
     rows: Iterable[tuple[str, Tensor]],
     statistics: Statistics,
     advance: Callable[[int], None],
@@ -203,6 +205,7 @@ def compute_statistics(
     Reading every sample once also proves that all of them can be read, and belong to the rows they are named for.
 
     Args:
+        layout: what all samples have in common.
         rows: (sample id, token ids int64 [T]) of every sample that should be there.
         statistics: the teacher's.
         advance: called with the number of tokens done.
@@ -219,7 +222,8 @@ def compute_statistics(
             advance(len(token_ids))
             continue
         try:
-            sample = reader.get(sample_id, expected_tokens=len(token_ids))
+            found = reader.get(sample_id, expected_tokens=len(token_ids))
+            sample = check_sample(reader.get, found, len(token_ids), layout)
             if not torch.equal(sample.token_ids, token_ids):
                 raise SampleCorrupt("its states were captured from other tokens", sample_id=sample_id)
         except SampleError as error:

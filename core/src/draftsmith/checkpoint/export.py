@@ -13,7 +13,7 @@ import torch
 
 from draftsmith import __version__
 from draftsmith.checkpoint.card import CARD, model_card
-from draftsmith.checkpoint.exported import CONFIG, OWN_KEY, TRAINED_AS, WEIGHTS, open_format
+from draftsmith.checkpoint.exported import CONFIG, OWN_KEY, SCHEMA, TRAINED_AS, WEIGHTS, open_format
 from draftsmith.checkpoint.lint import lint_checkpoint
 from draftsmith.checkpoint.training import load_final_weights, load_weights_into
 from draftsmith.config.structure import plain
@@ -163,6 +163,7 @@ def own_notes(run: ResolvedRun, step: int) -> dict[str, Any]:
         "options": recipe["algorithm"]["options"],
         "architecture": run.architecture.name,
         "mask": run.mask.name,
+        SCHEMA: run.schema.name,
         "loss": run.loss.name,
         "trained_speculative_tokens": run.algorithm.max_speculative_tokens(run.algorithm_options),
         "step": step,

@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from draftsmith import api
-from draftsmith.errors import CheckpointError, UnknownNameError
-from draftsmith.interfaces import CheckpointFormat
+from draftsmith.errors import CheckpointError, PluginConflictError, UnknownNameError
+from draftsmith.interfaces import CheckpointFormat, Finding, TensorSpec
 from draftsmith.plugins import load_reference
+from draftsmith.plugins.results import check_draft, check_items, check_json, check_window, checked
 from draftsmith.stored_tensors import WEIGHTS, StoredTensor, read_file_header, tensor_files
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, VocabularyMap
-    from draftsmith.plugins import PluginRegistry
+    from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, ExportContext, VocabularyMap
+    from draftsmith.plugins import Catalog, PluginRegistry
 
 __all__ = [
     "CONFIG",
     "OWN_KEY",
+    "SCHEMA",
     "TRAINED_AS",
     "WEIGHTS",
     "StoredTensor",
@@ -50,6 +52,8 @@ CONFIG = "config.json"
 OWN_KEY = api.PROJECT_NAME
 #: Key below that one: the algorithm's options as the format read them from the config when it was exported.
 TRAINED_AS = "trained_as"
+#: Key below that one: the checkpoint schema that wrote the config, where several read its type.
+SCHEMA = "schema"
 
 _INTEGER_FORMATS = {"I64": "q", "I32": "i", "U8": "B", "BOOL": "?"}
 
@@ -115,10 +119,11 @@ def read_tensor(tensor: StoredTensor) -> list[int]:
 
 
 def schema_for(config: Mapping[str, Any], registry: PluginRegistry, where: str | None = None) -> api.CheckpointSchema:
-    """The schema that reads this config.
+    """The schema that reads this config: of several, that which wrote it.
 
     Raises:
         UnknownNameError: no installed plugin reads its ``speculators_model_type``; says which distribution may.
+        PluginConflictError: several do, and the config does not say which of them wrote it.
         CheckpointError: the key is missing.
     """
     kind = config.get("speculators_model_type")
@@ -129,9 +134,12 @@ def schema_for(config: Mapping[str, Any], registry: PluginRegistry, where: str |
             hint="some other projects' drafts are brought into this format by the speculators library (`speculators "
             "convert`), and training begins from some as they are (train.warm_start)",
         )
-    for schema in registry.schemas:
-        if kind in schema.speculators_types:
-            return registry.schemas.get(schema.name)
+    readers = [each for each in registry.schemas if kind in each.speculators_types]
+    readers = [each for each in readers if each.name == _own(config).get(SCHEMA)] or readers
+    if len(readers) > 1:
+        raise _ambiguous("speculators_model_type", kind, readers, registry.schemas, where, SCHEMA)
+    if readers:
+        return registry.schemas.get(readers[0].name)
     known = [each for schema in registry.schemas for each in schema.speculators_types]
     raise UnknownNameError(
         "speculators_model_type",
@@ -142,11 +150,90 @@ def schema_for(config: Mapping[str, Any], registry: PluginRegistry, where: str |
     )
 
 
+def _ambiguous(
+    what: str, value: str, items: Sequence[api.Item], catalog: Catalog[Any], where: str | None, key: str
+) -> PluginConflictError:
+    """The error for a checkpoint that several plugins' items of one kind may be meant by."""
+    providers = [catalog.provider(each.name) for each in items]
+    claims = [
+        f"plugin {who.plugin!r} of {who} ({catalog.kind} {each.name!r})"
+        for each, who in zip(items, providers, strict=True)
+    ]
+    off = " or ".join(dict.fromkeys(f"--no-plugin {who.plugin}" for who in providers))
+    return PluginConflictError(
+        f"{what} {value!r} is claimed by {' and '.join(claims)}",
+        where=where,
+        hint=f"switch one off, {off}; or write {OWN_KEY}.{key}: {items[0].name!r}, say, into {CONFIG}, as an export "
+        f"of a recipe with {key}: {items[0].name} does",
+    )
+
+
 def open_format(schema: api.CheckpointSchema) -> CheckpointFormat:
     """The implementation of a schema."""
-    implementation = load_reference(schema.implementation, expected=CheckpointFormat)
-    opened: CheckpointFormat = implementation()
-    return opened
+    opened: CheckpointFormat = load_reference(schema.implementation, expected=CheckpointFormat)()
+    return _CheckedFormat(opened)
+
+
+class _CheckedFormat(CheckpointFormat):
+    """A format whose answers are held against its interface."""
+
+    def __init__(self, format_: CheckpointFormat) -> None:
+        self._format = format_
+        self.native = format_.native  # type: ignore[misc]  # a class's own, of the other class
+
+    def config(self, context: ExportContext) -> dict[str, Any]:
+        asked = self._format.config
+        found: dict[str, Any] = check_json(asked, asked(context), "config.json as a dict that JSON can carry")
+        return found
+
+    def tensors(self, model: nn.Module, context: ExportContext) -> dict[str, Tensor]:
+        from torch import Tensor
+
+        asked = self._format.tensors
+        return checked(asked, asked(model, context), dict, "a dict of exported name → tensor", of=Tensor)
+
+    def expected_tensors(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        asked = self._format.expected_tensors
+        return checked(asked, asked(config), Mapping, "exported name → TensorSpec", of=TensorSpec)
+
+    def as_loaded(self, config: Mapping[str, Any], present: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        asked = self._format.as_loaded
+        return checked(asked, asked(config, present), Mapping, "name → TensorSpec", of=TensorSpec)
+
+    def lint(
+        self, config: Mapping[str, Any], present: Mapping[str, TensorSpec], verifier: api.VerifierFacts | None
+    ) -> Sequence[Finding]:
+        return check_items(self._format.lint, self._format.lint(config, present, verifier), Finding)
+
+    def unread_files(self, config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, str]:
+        asked = self._format.unread_files
+        return checked(asked, asked(config, names), Mapping, "file name → what vLLM does with it", of=str)
+
+    def load(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        self._format.load(model, tensors, config)
+
+    def warm_start_problems(
+        self, config: Mapping[str, Any], options: Any, verifier: api.VerifierFacts
+    ) -> Sequence[api.Problem]:
+        asked = self._format.warm_start_problems
+        return check_items(asked, asked(config, options, verifier), api.Problem)
+
+    def warm_start(self, model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Sequence[str]:
+        asked = self._format.warm_start
+        return check_items(asked, asked(model, tensors, config), str)
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        asked = self._format.options
+        return checked(asked, asked(config), dict, "a dict of the algorithm's options")
+
+    def capture(self, config: Mapping[str, Any], verifier: api.VerifierFacts) -> api.CaptureRequirements:
+        asked = self._format.capture
+        expected = "draftsmith.api.CaptureRequirements"
+        return checked(asked, asked(config, verifier), api.CaptureRequirements, expected)
+
+    def serving(self, config: Mapping[str, Any]) -> api.ServingPlan:
+        asked = self._format.serving
+        return checked(asked, asked(config), api.ServingPlan, "draftsmith.api.ServingPlan")
 
 
 def unread_files(folder: Path, config: Mapping[str, Any], format_: CheckpointFormat) -> list[str]:
@@ -162,11 +249,15 @@ def algorithm_for(
 
     Raises:
         UnknownNameError: none does.
+        PluginConflictError: several do, and the config does not say which of them made it.
     """
     fitting = [each for each in registry.algorithms if each.schema == schema.name]
     for name in (_own(config).get("algorithm"), config.get("speculators_model_type")):
         if isinstance(name, str) and name in registry.algorithms:
             return registry.algorithms.get(name)
+    if len(fitting) > 1:
+        kind = str(config.get("speculators_model_type"))
+        raise _ambiguous("a checkpoint of type", kind, fitting, registry.algorithms, where, "algorithm")
     if fitting:
         return fitting[0]
     raise UnknownNameError(
@@ -247,7 +338,7 @@ def load_draft(
     from draftsmith.interfaces import DraftAlgorithm
 
     built: DraftAlgorithm = load_reference(algorithm.implementation, expected=DraftAlgorithm)(setup)
-    model = built.build_model()
+    model = check_draft(built, built.build_model())
     try:
         format_.load(model, tensors, config)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -299,7 +390,7 @@ def _setup(
         ),
         vocabulary=attrs.evolve(vocabulary, d2t=vocabulary.d2t.to(device), t2d=vocabulary.t2d.to(device)),
         capture=format_.capture(config, facts),
-        mask=load_reference(mask.implementation, expected=MaskRule)(window=algorithm.window(options)),
+        mask=load_reference(mask.implementation, expected=MaskRule)(window=check_window(algorithm, options)),
         architecture=load_reference(architecture.implementation, expected=DraftArchitecture),
         attention="auto",
         compute_dtype=compute_dtype or torch.float32,

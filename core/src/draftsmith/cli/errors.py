@@ -54,7 +54,10 @@ def _as_known(error: BaseException) -> DraftsmithError | None:
             hint="check who owns it, and whether that disk is mounted for writing",
         )
     from draftsmith.plugins.blame import plugin_error
+    from draftsmith.plugins.manager import missing_extra
 
+    if isinstance(error, ModuleNotFoundError) and (hint := missing_extra(error)):
+        return UserError(f"{error.name} is not installed", hint=hint)
     return plugin_error(error)
 
 

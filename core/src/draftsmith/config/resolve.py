@@ -23,6 +23,7 @@ from draftsmith.config.structure import INVALID, Structurer, plain
 from draftsmith.errors import ConfigError, DraftsmithError, Problem, ServingError, VerifierError
 from draftsmith.plugins import Catalog, PluginRegistry
 from draftsmith.plugins.blame import naming_plugins
+from draftsmith.plugins.results import check_items, checked, wrong_result
 from draftsmith.stages import STAGES, RunFolders
 
 __all__ = ["RUN_FILE", "ResolvedRun", "resolve"]
@@ -324,7 +325,7 @@ class _Resolver:
 
     def gather_parts(self, loss: api.Loss, options: Any, key: str) -> None:
         """Check the losses that this one is made of, and keep them."""
-        for part in loss.parts(options):
+        for part in check_items(loss.parts, loss.parts(options), api.LossPart):
             here = f"{key}.{part.where}" if part.where else key
             inner = self.named(self.registry.losses, part.name, here)
             chosen = self.options(inner, part.options, f"{here}.options")
@@ -413,16 +414,18 @@ class _Resolver:
     def requirements(
         self, algorithm: api.Algorithm, options: Any, verifier: api.VerifierFacts
     ) -> api.CaptureRequirements | None:
-        found = [self.option_problem(each) for each in algorithm.check(options, verifier)]
+        told = check_items(algorithm.check, algorithm.check(options, verifier), Problem)
+        found = [self.option_problem(each) for each in told]
         self.problems += found
         if not found:
-            self.notes += algorithm.notes(options, verifier)
+            self.notes += check_items(algorithm.notes, algorithm.notes(options, verifier), str)
         try:
             requirements = algorithm.requirements(options, verifier)
         except ValueError as error:
             if not found:
                 self.report("algorithm.options", str(error))
             return None
+        checked(algorithm.requirements, requirements, api.CaptureRequirements, "draftsmith.api.CaptureRequirements")
         beyond = [each for each in requirements.layer_ids if each > verifier.num_layers]
         if beyond and not found:
             self.report(
@@ -476,7 +479,8 @@ class _Resolver:
         return Problem(problem.what, where=place, hint=problem.hint)
 
     def speculative_tokens(self, algorithm: api.Algorithm, options: Any) -> int:
-        trained = algorithm.max_speculative_tokens(options)
+        told = algorithm.max_speculative_tokens(options)
+        trained = checked(algorithm.max_speculative_tokens, told, int, "a number of tokens")
         wanted = self.recipe.export.speculative_tokens
         if wanted is None:
             self.provenance["export.speculative_tokens"] = f"as trained by {algorithm.name}"
@@ -616,7 +620,9 @@ def most_positions(verifier: api.VerifierFacts) -> int | None:
 
 def _derived(algorithm: api.Algorithm, options: Any, verifier: api.VerifierFacts) -> dict[str, Any]:
     """Of what the algorithm derives, that of options which are null."""
-    found = algorithm.derived(options, verifier)
+    found = checked(algorithm.derived, algorithm.derived(options, verifier), Mapping, "options by name")
+    if unknown := found.keys() - {each.name for each in attrs.fields(type(options))}:
+        raise wrong_result(algorithm.derived, found, f"options by name, and {sorted(unknown)} are none")
     return {name: plain(value) for name, value in found.items() if getattr(options, name) is None}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.interfaces import PositionLoss, TeacherChunk
+from draftsmith.plugins.results import check_gradient, check_losses
 
 __all__ = ["DraftChunk", "ProbabilityLoss", "TeacherProbabilities", "dot", "negative_entropy", "probabilities"]
 
@@ -95,9 +96,10 @@ class ProbabilityLoss(PositionLoss):
         """Loss [C] and its gradient in the *logits* [C, V_d]. May overwrite ``draft``, never ``teacher``."""
 
     def value(self, logits: Tensor, teacher: TeacherChunk) -> Tensor:
-        return self.of_log_q(torch.log_softmax(logits, dim=-1), teacher)
+        return check_losses(self.of_log_q, self.of_log_q(torch.log_softmax(logits, dim=-1), teacher), logits.shape[0])
 
     def value_and_grad(self, logits: Tensor, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             log_q = torch.log_softmax(logits, dim=-1)
-            return self.with_gradient(DraftChunk(log_q, log_q.exp()), teacher)
+            found = self.with_gradient(DraftChunk(log_q, log_q.exp()), teacher)
+        return check_gradient(self, "with_gradient", found, logits)

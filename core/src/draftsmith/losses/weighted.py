@@ -11,6 +11,7 @@ from torch import Tensor
 from draftsmith.interfaces import PositionLoss, TeacherChunk
 from draftsmith.losses.base import DraftChunk, ProbabilityLoss
 from draftsmith.losses.options import SumTerm
+from draftsmith.plugins.results import check_gradient, check_losses
 
 __all__ = ["WeightedSum"]
 
@@ -32,15 +33,24 @@ class WeightedSum(PositionLoss):
         self.terms: list[tuple[Any, float]] = list(zip(parts, weights, strict=True))
 
     def value(self, logits: Tensor, teacher: TeacherChunk) -> Tensor:
-        return torch.stack([weight * loss.value(logits, teacher) for loss, weight in self.terms]).sum(0)
+        rows = logits.shape[0]
+        found = [weight * check_losses(loss.value, loss.value(logits, teacher), rows) for loss, weight in self.terms]
+        return torch.stack(found).sum(0)
 
     def value_and_grad(self, logits: Tensor, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
-        return _sum((loss.value_and_grad(logits.clone(), teacher), weight) for loss, weight in self.terms)
+        return _sum(
+            (check_gradient(loss, "value_and_grad", loss.value_and_grad(logits.clone(), teacher), logits), weight)
+            for loss, weight in self.terms
+        )
 
 
 class _SumOfProbabilities(ProbabilityLoss, WeightedSum):
     def of_log_q(self, log_q: Tensor, teacher: TeacherChunk) -> Tensor:
-        return torch.stack([weight * loss.of_log_q(log_q, teacher) for loss, weight in self.terms]).sum(0)
+        rows = log_q.shape[0]
+        found = [
+            weight * check_losses(loss.of_log_q, loss.of_log_q(log_q, teacher), rows) for loss, weight in self.terms
+        ]
+        return torch.stack(found).sum(0)
 
     def with_gradient(self, draft: DraftChunk, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
         last = len(self.terms) - 1
@@ -52,7 +62,8 @@ class _SumOfProbabilities(ProbabilityLoss, WeightedSum):
             return DraftChunk(*(x if name in loss.keeps else x.clone() for name, x in draft._asdict().items()))
 
         return _sum(
-            (loss.with_gradient(own(place, loss), teacher), weight) for place, (loss, weight) in enumerate(self.terms)
+            (check_gradient(loss, "with_gradient", loss.with_gradient(own(place, loss), teacher), draft.log_q), weight)
+            for place, (loss, weight) in enumerate(self.terms)
         )
 
 

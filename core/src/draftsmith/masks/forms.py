@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftsmith.errors import ConfigError, Problem
 from draftsmith.interfaces import MaskRule, Slots
+from draftsmith.plugins.results import check_sees
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -73,7 +74,8 @@ def concatenate_slots(parts: Sequence[Slots]) -> Slots:
 
 def dense_mask(rule: MaskRule, query: Slots, key: Slots) -> Tensor:
     """bool [Q, N]: True where the query sees the key."""
-    return rule(Slots(*(each[:, None] for each in query)), Slots(*(each[None, :] for each in key)))
+    seen = rule(Slots(*(each[:, None] for each in query)), Slots(*(each[None, :] for each in key)))
+    return check_sees(rule, seen, (query.index.shape[0], key.index.shape[0]))
 
 
 def additive_mask(rule: MaskRule, query: Slots, key: Slots, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -90,6 +92,10 @@ def additive_mask(rule: MaskRule, query: Slots, key: Slots, dtype: torch.dtype =
 def flex_block_mask(rule: MaskRule, query: Slots, key: Slots, block_size: int = 128) -> BlockMask:
     """Block mask of flex attention over [Q, N]; queries that see nothing come out as zeros there."""
     from torch.nn.attention.flex_attention import create_block_mask
+
+    # Of one query and key: what is traced below is not to be slowed down, and may hold nothing but tensors.
+    one, other = (Slots(*(each[:1] for each in slots)) for slots in (query, key))
+    check_sees(rule, rule(one, other), one.index.shape)
 
     def mask_mod(batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
         return rule(Slots(*(each[query_index] for each in query)), Slots(*(each[key_index] for each in key)))

@@ -18,7 +18,7 @@ from draftsmith.api import PROJECT_NAME
 from draftsmith.errors import DraftsmithError, PluginError
 from draftsmith.plugins.discovery import Provider, discover, normalize
 
-__all__ = ["naming_plugins", "plugin_error"]
+__all__ = ["describe", "naming_plugins", "plugin_error", "provider_of"]
 
 #: What the system refuses: no plugin's fault, and the command line says what to do about each.
 _OF_THE_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -61,11 +61,7 @@ def plugin_error(error: BaseException) -> PluginError | None:
         return None
     if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:
         return None
-    modules = {
-        each.reference.partition(":")[0]: each.provider
-        for each in discover().candidates
-        if normalize(each.provider.distribution) != normalize(PROJECT_NAME)
-    }
+    modules = _modules()
     place = _innermost(error.__traceback__, modules) or _called(error, modules)
     if place is None:
         return None
@@ -78,6 +74,29 @@ def plugin_error(error: BaseException) -> PluginError | None:
         where=place.line,
         hint=hint,
     )
+
+
+def provider_of(module: str) -> Provider | None:
+    """The installed plugin whose package the module of that name belongs to; None: no plugin's."""
+    return _owner(module, _modules())
+
+
+def describe(value: Any) -> str:
+    """What *value* is, for a message about what a plugin returned."""
+    if value is None:
+        return "None"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"a value of type {type(value).__name__}"
+
+
+def _modules() -> dict[str, Provider]:
+    """Module of an entry point → plugin, of all that are installed but the core's own."""
+    return {
+        each.reference.partition(":")[0]: each.provider
+        for each in discover().candidates
+        if normalize(each.provider.distribution) != normalize(PROJECT_NAME)
+    }
 
 
 def _innermost(traceback: TracebackType | None, modules: Mapping[str, Provider]) -> _Place | None:

@@ -19,6 +19,7 @@ from attrs import field, frozen
 
 from draftsmith import __version__, api, hookspecs
 from draftsmith.errors import DraftsmithError, PluginConflictError, PluginError, UnknownNameError, did_you_mean
+from draftsmith.plugins.blame import describe
 from draftsmith.plugins.catalog import Catalog, conflict_error
 from draftsmith.plugins.discovery import Candidate, ForeignPlugin, Provider, discover, normalize
 
@@ -35,6 +36,7 @@ __all__ = [
     "SwitchedOffPlugin",
     "load_plugins",
     "load_reference",
+    "missing_extra",
 ]
 
 #: Environment variables with names separated by commas or spaces.
@@ -43,6 +45,8 @@ ALLOW_VARIABLE = "DRAFTSMITH_PLUGINS"
 
 #: Importing one of these in a plugin's own module makes every command wait for it.
 _HEAVY = ("torch", "transformers", "datasets", "numpy", "vllm")
+#: What the extra ``train`` brings along.
+_TRAINING = (*_HEAVY[:-1], "httpx", "tensorboard", "tokenizers", "xxhash")
 #: Seconds of processor time from which an import is remarked on: the commands themselves answer in a tenth of one.
 _SLOW_IMPORT = 0.3
 
@@ -481,19 +485,15 @@ def _call(function: Callable[..., Any], facet: Facet, provider: Provider) -> lis
         raise _broken(provider, f"fails in {facet.hook}(): {type(error).__name__}: {error}") from error
     expected = f"a list of draftsmith.api.{facet.type.__name__}"
     if not isinstance(returned, list):
-        raise _broken(provider, f"returns {_describe(returned)} from {facet.hook}(), expected {expected}")
+        raise _broken(provider, f"returns {describe(returned)} from {facet.hook}(), expected {expected}")
     for item in returned:
         if not isinstance(item, facet.type):
-            raise _broken(provider, f"returns a list with {_describe(item)} from {facet.hook}(), expected {expected}")
+            raise _broken(provider, f"returns a list with {describe(item)} from {facet.hook}(), expected {expected}")
         _check_options(item, facet, provider)
     names = [item.name for item in returned]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise _broken(provider, f"registers the {facet.kind} {twice[0]!r} twice in {facet.hook}()")
     return returned
-
-
-def _describe(value: Any) -> str:
-    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _check_options(item: api.Item, facet: Facet, provider: Provider) -> None:
@@ -527,11 +527,14 @@ def load_reference(reference: str, *, expected: type | None = None, provider: Pr
         for part in attribute.split("."):
             value = getattr(value, part)
     except (Exception, SystemExit) as error:
-        raise PluginError(
+        failed = PluginError(
             f"{reference!r} of {provider or _provider_of(module_name)} cannot be loaded: "
             f"{type(error).__name__}: {error}",
-            hint=_import_hint(error),
-        ) from error
+            hint=missing_extra(error),
+        )
+        if failed.hint is not None:
+            failed.exit_code = 2
+        raise failed from error
     if expected is not None and not (isinstance(value, type) and issubclass(value, expected)):
         raise PluginError(
             f"{reference!r} of {provider or _provider_of(module_name)} is no subclass of "
@@ -547,14 +550,9 @@ def load_reference(reference: str, *, expected: type | None = None, provider: Pr
     return value
 
 
-def _import_hint(error: BaseException) -> str | None:
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in (
-        "torch",
-        "transformers",
-        "datasets",
-        "tensorboard",
-        "xxhash",
-    ):
+def missing_extra(error: BaseException) -> str | None:
+    """What to install where *error* is that of an import which an extra of draftsmith provides; None: it is not."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _TRAINING:
         return f"pip install '{api.PROJECT_NAME}[train]'"
     return None
 

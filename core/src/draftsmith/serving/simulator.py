@@ -22,6 +22,8 @@ import torch
 from attrs import frozen
 
 from draftsmith.errors import ServingError
+from draftsmith.interfaces import Drafter
+from draftsmith.plugins.results import check_drafted, checked
 from draftsmith.serving.vllm_process import DraftCounters
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ def simulate(
         )
     tokens = token_ids.tolist()
     end = prompt_length + answer_length(tokens[prompt_length:], eos_token_ids, max_tokens)
-    drafter = algorithm.drafter(model)
+    drafter = _drafter(algorithm, model)
     drafter.reset()
     kept = algorithm.setup.vocabulary.kept_ids().cpu()
     rounds: list[Round] = []
@@ -129,6 +131,7 @@ def simulate(
             starts = range(newest, min(newest + drafter.starts_at_once, end - 1))
             known = starts[-1] + 1
             logits = drafter.propose_each(token_ids[:known], taps[: known - 1], starts, num_speculative_tokens)
+            check_drafted(drafter.propose_each, logits, (len(starts), num_speculative_tokens, len(kept)))
             drafts = dict(zip(starts, kept[logits.argmax(dim=-1).cpu()].tolist(), strict=True))
         draft = drafts[newest]
         actual = tokens[newest + 1 : newest + 1 + num_speculative_tokens]
@@ -170,7 +173,7 @@ def replay(
     Returns:
         start → float32 [k, V_d], the logits of the tokens at t + 2, t + 3, …, with k ≤ K so that they exist.
     """
-    drafter = algorithm.drafter(model)
+    drafter = _drafter(algorithm, model)
     total = int(token_ids.shape[0])
     logits: dict[int, Tensor] = {}
     for start in starts:
@@ -181,8 +184,13 @@ def replay(
         forced = token_ids.new_zeros(num_tokens)
         forced[:count] = token_ids[start + 2 : start + 2 + count]
         drafted = drafter.propose(token_ids[: start + 2], taps[: start + 1], num_tokens, forced=forced)
-        logits[start] = drafted[:count]
+        logits[start] = check_drafted(drafter.propose, drafted, (num_tokens, None))[:count]
     return logits
+
+
+def _drafter(algorithm: DraftAlgorithm, model: nn.Module) -> Drafter:
+    found = algorithm.drafter(model)
+    return checked(algorithm.drafter, found, Drafter, "a draftsmith.interfaces.Drafter")
 
 
 def describe(counters: DraftCounters) -> dict[str, Any]:

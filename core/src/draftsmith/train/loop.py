@@ -39,6 +39,7 @@ from draftsmith.checkpoint.training import (
 from draftsmith.config.schema import TrainConfig
 from draftsmith.errors import DataError, DraftsmithError, NumericsError, Stopped, mark_shared
 from draftsmith.interfaces import DraftAlgorithm, DraftSlots, ScoredSlots
+from draftsmith.plugins.results import check_metrics
 from draftsmith.progress import stage_progress
 from draftsmith.train.distributed import ALONE, Ranks
 from draftsmith.train.log import MetricsLog
@@ -313,7 +314,7 @@ def finish(job: Job, state: TrainingState) -> dict[str, float]:
     load_weights_into(model, weights)
     model.eval()
     try:
-        figures = {name: float(value) for name, value in algorithm.finish(model, _ValidationSlots(job)).items()}
+        figures = check_metrics(algorithm.finish, algorithm.finish(model, _ValidationSlots(job)))
     except Interrupted:
         job.stop.agree([job.stop.received])
         raise _stopped(job, state) from None

@@ -28,6 +28,7 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from draftsmith.capture.address import open_reader
 from draftsmith.capture.endpoints import Answer, CapturePool
 from draftsmith.capture.engines import Request
 from draftsmith.capture.statistics import Statistics, sample_statistics
@@ -41,6 +42,7 @@ from draftsmith.errors import (
     TransportError,
 )
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, HiddenStateTransport, StateLayout
+from draftsmith.plugins.results import check_ids, check_sample
 from draftsmith.train.distributed import ALONE, Ranks
 from draftsmith.train.rows import Bins, RowLoader, Rows, Waits, never
 
@@ -213,12 +215,12 @@ class OnlineCapture:
             self.transport.claim(self.layout, owner)
 
     def _find_stored(self) -> set[str]:
-        with self.transport.reader(self.layout) as reader:
-            return set(reader.complete_ids())
+        with open_reader(self.transport, self.layout) as reader:
+            return set(check_ids(reader.complete_ids, reader.complete_ids()))
 
     def _fits(self) -> bool:
         try:
-            with self.transport.reader(self.layout) as reader:
+            with open_reader(self.transport, self.layout) as reader:
                 reader.complete_ids()
         except FingerprintMismatch:
             return False
@@ -521,7 +523,7 @@ class OnlineStates:
         waiting = [ticket for ticket in stream.waiting() if ticket.stored]
         if not waiting:
             return
-        there = self._reader.complete_ids()
+        there = check_ids(self._reader.complete_ids, self._reader.complete_ids())
         for ticket in waiting:
             if ticket.sample_id not in there:
                 self._delete(ticket.sample_id)  # a list may be older than the sample
@@ -530,8 +532,10 @@ class OnlineStates:
     def _read(self, ticket: _Ticket) -> HiddenStateSample:
         row = ticket.row
         if self._reader is None:
-            self._reader = self._capture.transport.reader(self.layout)
-        sample = self._reader.get(ticket.sample_id, expected_tokens=len(row.token_ids))
+            self._reader = open_reader(self._capture.transport, self.layout)
+        tokens = len(row.token_ids)
+        found = self._reader.get(ticket.sample_id, expected_tokens=tokens)
+        sample = check_sample(self._reader.get, found, tokens, self.layout)
         if not torch.equal(sample.token_ids, row.token_ids):
             raise SampleCorrupt("its states were captured from other tokens", sample_id=ticket.sample_id)
         if not self._capture.keep:

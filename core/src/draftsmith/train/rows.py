@@ -20,6 +20,7 @@ from torch import Tensor
 from draftsmith.data.packing import pack, shuffle_bins
 from draftsmith.errors import DataError, SampleCorrupt, SampleError, SampleRefused
 from draftsmith.interfaces import HiddenStateSample, PackedRow, StateLayout
+from draftsmith.plugins.results import check_sample
 
 if TYPE_CHECKING:
     from draftsmith.data.dataset import PreparedRow
@@ -365,7 +366,9 @@ class RowLoader:
         return LoadedRow(row=packed, tokens=packed.input_ids.shape[0], skipped=tuple(skipped))
 
     def _read(self, row: PreparedRow) -> Document:
-        sample = self._states.reader.get(row.sample_id, expected_tokens=len(row.token_ids))
+        reader, tokens = self._states.reader, len(row.token_ids)
+        found = reader.get(row.sample_id, expected_tokens=tokens)
+        sample = check_sample(reader.get, found, tokens, self._states.layout)
         if not torch.equal(sample.token_ids, row.token_ids):
             raise SampleCorrupt(
                 "its states were captured from other tokens",

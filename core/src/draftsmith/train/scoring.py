@@ -27,6 +27,7 @@ from torch import Tensor
 
 from draftsmith.interfaces import DraftSlots, PositionLoss, ScoredSlots, VerifierWeights, VocabularyMap
 from draftsmith.losses.base import DraftChunk, ProbabilityLoss, TeacherProbabilities
+from draftsmith.plugins.results import check_gradient, check_losses
 
 __all__ = ["Teacher", "score_slots"]
 
@@ -359,15 +360,19 @@ class _Scorer:
                 q = torch.exp(log_q, out=z)
                 acceptance[piece] = self._overlap(chunk, q, scratch)
                 if wants_grad:
-                    values[piece], gradient = self.loss.with_gradient(DraftChunk(log_q, q), chunk)
+                    found = self.loss.with_gradient(DraftChunk(log_q, q), chunk)
+                    values[piece], gradient = check_gradient(self.loss, "with_gradient", found, z)
                 else:
-                    values[piece], gradient = self.loss.of_log_q(log_q, chunk), q
+                    value = self.loss.of_log_q(log_q, chunk)
+                    values[piece], gradient = check_losses(self.loss.of_log_q, value, z.shape[0]), q
             else:
                 acceptance[piece] = self._overlap(chunk, log_q.exp_(), scratch)
                 if wants_grad:
-                    values[piece], gradient = self.loss.value_and_grad(z, chunk)
+                    found = self.loss.value_and_grad(z, chunk)
+                    values[piece], gradient = check_gradient(self.loss, "value_and_grad", found, z)
                 else:
-                    values[piece], gradient = self.loss.value(z, chunk), z
+                    value = self.loss.value(z, chunk)
+                    values[piece], gradient = check_losses(self.loss.value, value, z.shape[0]), z
             if gradient.data_ptr() != z.data_ptr():
                 z.copy_(gradient)
         self.values[slots], self.acceptance[slots], self.correct[slots] = values, acceptance, correct

@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from torch import nn
 
+from draftsmith import api
 from draftsmith.config.structure import Structurer
 from draftsmith.errors import ConfigError, PluginError
 from draftsmith.interfaces import (
@@ -22,9 +23,9 @@ from draftsmith.interfaces import (
     VocabularyMap,
 )
 from draftsmith.plugins import Catalog, load_reference
+from draftsmith.plugins.results import check_draft, check_items, check_window, wrong_result
 
 if TYPE_CHECKING:
-    from draftsmith import api
     from draftsmith.config.resolve import ResolvedRun
 
 __all__ = ["ParameterCount", "build_algorithm", "build_draft", "build_loss", "build_mask", "count_parameters"]
@@ -81,7 +82,7 @@ def build_algorithm(
 def build_mask(run: ResolvedRun) -> MaskRule:
     """The run's mask rule, with the window that the algorithm's options ask for."""
     implementation = load_reference(run.mask.implementation, expected=MaskRule)
-    mask: MaskRule = implementation(window=run.algorithm.window(run.algorithm_options))
+    mask: MaskRule = implementation(window=check_window(run.algorithm, run.algorithm_options))
     return mask
 
 
@@ -106,7 +107,10 @@ def build_loss(catalog: Catalog[api.Loss], name: str, options: Mapping[str, Any]
     if structurer.problems:
         raise ConfigError(structurer.problems)
     arguments = {each.name: getattr(chosen, each.name) for each in attrs.fields(item.options)}
-    parts = [build_loss(catalog, part.name, part.options) for part in item.parts(chosen)]
+    parts = [
+        build_loss(catalog, part.name, part.options)
+        for part in check_items(item.parts, item.parts(chosen), api.LossPart)
+    ]
     loss: PositionLoss = implementation(**arguments, parts=parts) if parts else implementation(**arguments)
     return loss
 
@@ -118,13 +122,11 @@ def build_draft(algorithm: DraftAlgorithm, device: torch.device, seed: int) -> n
         PluginError: the draft is no draft architecture, has nothing to train, or would train the verifier's tensors.
     """
     torch.manual_seed(seed)
-    model = algorithm.build_model()
-    if not isinstance(model, DraftArchitecture):
-        raise PluginError(f"{type(model).__name__} is no DraftArchitecture, so its shared tensors are unknown")
+    model = check_draft(algorithm, algorithm.build_model())
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
-        raise PluginError(f"{type(model).__name__} has no trainable parameter")
-    shared = trainable & set(model.shared_tensors())
+        raise wrong_result(algorithm.build_model, model, "a draft with a trainable parameter")
+    shared = trainable & set(model.shared_tensors())  # type: ignore[operator]  # a DraftArchitecture
     if shared:
         raise PluginError(
             f"{type(model).__name__} would train what it shares with the verifier: {', '.join(sorted(shared))}",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import NumericsError, mark_shared
 from draftsmith.interfaces import DraftAlgorithm, DraftSlots, PackedRow, PositionLoss, ScoredSlots
+from draftsmith.plugins.results import check_objective, check_slots, check_weights
 from draftsmith.train.distributed import ALONE, Ranks
 from draftsmith.train.metrics import Pairs, add_pairs, slot_metrics
 from draftsmith.train.optimizers import Optimizers
@@ -127,6 +128,7 @@ def score_row(objective: Objective, row: PackedRow, generator: torch.Generator) 
     batch = objective.algorithm.make_batch(row, generator)
     with _autocast(row.input_ids.device, objective.compute_dtype):
         slots = objective.algorithm.forward(objective.model, batch)
+    check_slots(objective.algorithm, slots, objective.teacher.draft_size)
     if slots.teacher_row.numel() == 0:
         return _empty_score(objective, row, slots)
     scored = score_slots(
@@ -139,9 +141,10 @@ def score_row(objective: Objective, row: PackedRow, generator: torch.Generator) 
         expected=_expected(objective, slots, row),
     )
     counted = scored.kept if objective.out_of_vocabulary == "mask" else torch.ones_like(scored.kept)
-    slots = attrs.evolve(slots, weight=objective.algorithm.weights(slots, scored, counted).detach())
+    weight = check_weights(objective.algorithm, objective.algorithm.weights(slots, scored, counted), slots)
+    slots = attrs.evolve(slots, weight=weight.detach())
     loss, denominator = reduce_loss(scored.loss, slots, counted, objective.reduction)
-    value, extra = objective.algorithm.objective(slots, scored, loss)
+    value, extra = check_objective(objective.algorithm, objective.algorithm.objective(slots, scored, loss))
     weight = denominator.detach().to(torch.float64)
     pairs = {"loss": torch.stack([value.detach().to(torch.float64) * weight, weight]), **slot_metrics(slots, scored)}
     return RowScore(
