@@ -402,8 +402,8 @@ class PromptSet(Item):
     """Prompts that ``draftsmith evaluate --prompts NAME`` measures with.
 
     ``implementation`` is a function without arguments that returns (or yields) rows: mappings with ``messages``,
-    ``conversations``, ``turns`` (the first is sent), ``question``, ``instruction`` or ``prompt``, and with
-    ``category`` where the set has some. Answers at the end of a row are left out. What it cannot read is a
+    ``conversations``, ``turns`` (of a user, one after the other), ``question``, ``instruction`` or ``prompt``, and
+    with ``category`` where the set has some. Answers at the end of a row are left out. What it cannot read is a
     ``draftsmith.errors.DataError`` that says what to install or download.
     """
 
