@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 import shutil
 import signal
 import threading
@@ -18,6 +19,7 @@ import pytest
 import torch
 from exposition import AnsweringServer, served
 from questions import ANSWER, TOPICS
+from runner_v2 import v2_environment
 
 from draftsmith.capture.engines.transformers import load_verifier
 from draftsmith.cli import main
@@ -825,3 +827,28 @@ def test_a_sweep_in_a_real_vllm(by_heart, prompts_file, registry, tmp_path, caps
     best = fastest if gained[fastest] > 1 else 0
     assert sweep.plan == (Step(1, NO_END, best),)
     assert serve_command(by_heart.folder, registry, plan=folder / "plan.json").schedule == sweep.plan
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
+def test_a_real_vllm_samples(by_heart, prompts_file, registry, tmp_path, monkeypatch, draft_sample_method):
+    """Each repetition from the seed anew. Without a GPU, vLLM's own kernels run in Triton's interpreter: those that it
+    has for CPUs cannot sample. What V2 samples with, and the kernel of top-p, the interpreter does not run."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    for name, value in v2_environment().items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.syspath_prepend(value.split(os.pathsep)[0])
+    asked = settings(
+        by_heart, prompts_file, against=(), max_prompts=3, max_tokens=8, repetitions=2, warm_up=0,
+        temperature=0.8, seed=3, draft_sample_method=draft_sample_method,
+    )  # fmt: skip
+    found = evaluate(asked, registry, tmp_path / "out")
+    (method,) = found.methods
+    assert (method.status, method.losslessness) == ("measured", None)
+    assert method.speculative_config["draft_sample_method"] == draft_sample_method
+    one, other = [json.loads(path.read_text()) for path in (tmp_path / "out" / "vllm").glob("method-0-*.json")]
+    assert one["outputs"] == other["outputs"]
+    assert one["outputs"] != [list(answer[:8]) for answer in by_heart.answers[:3]]
+    assert one["counters"] == other["counters"]
+    assert one["counters"]["drafted"] > 0

