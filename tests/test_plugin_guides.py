@@ -23,6 +23,7 @@ def test_a_reader_can_do_what_it_says(tmp_path: Path, page: Path) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(1800)  # all of the page, two starts of vLLM and two of the kit among it
 def test_a_reader_gets_an_algorithm_served_by_vllm(tmp_path: Path) -> None:
     page = DOCS / "plugins" / "first-algorithm.md"
     assert [block for block in blocks(page) if block.starts_vllm]

@@ -24,6 +24,7 @@ from draftsmith.errors import (
     FingerprintMismatch,
     NumericsError,
     OutputError,
+    RanksLost,
     SampleCorrupt,
     SampleError,
     Stopped,
@@ -338,6 +339,20 @@ def test_a_signal_in_the_last_validation_costs_the_export_nothing(run, monkeypat
     assert read_newest(folder).state == whole
     assert load_training_weights(folder)[1] == whole.step
     assert (folder / "metrics.jsonl").read_bytes() == log
+
+
+def test_the_launchers_signal_does_not_cut_short_what_is_said_of_a_lost_rank():
+    """It sends SIGTERM to the ranks that are left, perhaps while one is on its way to say why it ends."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(NumericsError), StopRequest():
+            raise NumericsError("the loss is not finite")
+        assert signal.getsignal(signal.SIGTERM) is before
+        with pytest.raises(RanksLost), StopRequest():
+            raise RanksLost("another process of this training has ended")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

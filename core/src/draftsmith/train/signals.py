@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from draftsmith.errors import RanksLost
 from draftsmith.stages import is_first_rank
 
 __all__ = ["StopRequest"]
@@ -18,6 +19,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 class StopRequest:
     """Context manager that turns the first SIGTERM or SIGINT into a request; a second one acts as before.
+
+    Where other ranks are gone, SIGTERM is ignored from the end on: this process has nothing left but to say so.
 
     Outside of the main thread Python cannot handle signals: there it does nothing, and nothing is ever requested.
 
@@ -53,8 +56,13 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        noted = bool(self._before)
         self._restore()
+        if noted and isinstance(error, RanksLost):
+            # When one rank is gone, torchrun sends SIGTERM to those that are left, perhaps before they have said why
+            # they end.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = number
