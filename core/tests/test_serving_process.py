@@ -148,3 +148,16 @@ def test_a_model_that_vllm_cannot_load_is_named_with_the_cause(tmp_path):
     assert "engine: alone" in caught.value.what
     assert "Error" in caught.value.what
     assert Path(str(caught.value.where)).is_file()
+
+
+NAMED = "plugin 'toy' of draftsmith-toy 0.1.0 fails in Net.forward(): ValueError: no such layer"
+
+
+def test_an_error_names_the_plugin_that_the_log_names(tmp_path):
+    """The engine may run in a process of its own, and its parent hears no more than that it died."""
+    log = tmp_path / "vllm.log"
+    lines = ["line", f"(EngineCore pid=7) ERROR [core.py:1512] EngineCore encountered a fatal error: {NAMED}"]
+    log.write_text("\n".join([*lines, *(f"  frame {i}" for i in range(40)), "RuntimeError: see root cause above"]))
+    told = error_from_log("vLLM failed", log, 1, "RuntimeError: see root cause above").what
+    assert told.splitlines()[0] == f"vLLM failed: RuntimeError: see root cause above (its log: {NAMED})"
+    assert error_from_log("vLLM failed", log, 1, NAMED).what.splitlines()[0] == f"vLLM failed: {NAMED}"

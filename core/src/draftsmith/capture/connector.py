@@ -39,10 +39,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from draftsmith.capture.address import TransportAddress
+from draftsmith.capture.address import TransportAddress, open_writer
 from draftsmith.capture.engines.messages import REQUEST_KEY, is_sample_id, report_line, token_digest
 from draftsmith.capture.finite import refusal
 from draftsmith.interfaces import HiddenStateSample, HiddenStateWriter
+from draftsmith.plugins.blame import plugin_error
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -283,7 +284,8 @@ class _Worker:
         try:
             status, why = self._put(ready, states)
         except Exception as error:
-            self._report(ready, "failed", getattr(error, "what", None) or str(error), type(error).__name__)
+            told = plugin_error(error) or error
+            self._report(ready, "failed", getattr(told, "what", None) or str(told), type(told).__name__)
             if self.stop_on_error:
                 raise
             self._drop_writer()
@@ -307,7 +309,7 @@ class _Worker:
         """The one writer; a store that could not be reached is tried again by the next sample."""
         with self._opening:
             if self._writer is None:
-                self._writer = self.address.open().writer(self.address.state_layout())
+                self._writer = open_writer(self.address.open(), self.address.state_layout())
             return self._writer
 
     def _drop_writer(self) -> None:

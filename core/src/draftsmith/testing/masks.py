@@ -52,9 +52,14 @@ class MaskTests:
     def test_boolean_of_the_broadcast_shape(self, rule: Callable[[int | None], MaskRule]) -> None:
         query, key = self.slots()
         for window in self.windows:
-            mask = dense_mask(rule(window), query, key)
-            assert mask.dtype == torch.bool
-            assert mask.shape == (query.index.shape[0], key.index.shape[0])
+            built = rule(window)
+            # Each query with every key, and keys one by one.
+            for found, shape in (
+                (dense_mask(built, query, key), (query.index.shape[0], key.index.shape[0])),
+                (built(key, key), key.index.shape),
+            ):
+                assert found.dtype == torch.bool
+                assert found.shape == shape
 
     def test_elementwise(self, rule: Callable[[int | None], MaskRule]) -> None:
         query, key = self.slots()

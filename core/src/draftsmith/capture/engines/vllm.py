@@ -23,7 +23,7 @@ from typing import IO, Any
 from draftsmith.capture.address import TransportAddress
 from draftsmith.capture.engines import CaptureEngine, CaptureSetup, Done, Request
 from draftsmith.capture.engines.messages import token_digest
-from draftsmith.errors import DiskSpaceError, DraftsmithError, FingerprintMismatch, TransportError
+from draftsmith.errors import DiskSpaceError, DraftsmithError, FingerprintMismatch, PluginError, TransportError
 from draftsmith.serving.vllm_process import error_from_log, vllm_environment
 
 __all__ = ["VllmEngine", "engine_arguments", "engine_environment"]
@@ -36,6 +36,7 @@ _IN_FLIGHT = 2
 _TYPED: Mapping[str, type[DraftsmithError]] = {
     "DiskSpaceError": DiskSpaceError,
     "FingerprintMismatch": FingerprintMismatch,
+    "PluginError": PluginError,
     "TransportError": TransportError,
 }
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from draftsmith.capture.engines.messages import capture_parameters
+from draftsmith.plugins.blame import plugin_error
 
 _PR_SET_PDEATHSIG = 1
 #: Seconds without any news of a state that the engine says it computed.
@@ -130,9 +131,14 @@ def _serve(jobs: IO[str], answers: IO[str]) -> None:
             reports.raise_failure()  # what the worker said is nearer to the cause than the engine's "died"
         except _Failed as failed:
             cause = failed
+        found = plugin_error(cause)
         text = str(cause).strip() or type(cause).__name__
-        name = "" if isinstance(cause, _Failed) else f"{type(cause).__name__}: "
-        say(event="failed", error=f"{name}{text}"[:2000], kind=getattr(cause, "kind", ""))
+        if found is not None:
+            text = found.what
+        elif not isinstance(cause, _Failed):
+            text = f"{type(cause).__name__}: {text}"
+        kind = getattr(cause, "kind", "" if found is None else type(found).__name__)
+        say(event="failed", error=text[:2000], kind=kind)
         raise
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.capture.engines.messages import REQUEST_KEY, is_sample_id
+from draftsmith.plugins.blame import plugin_error
 
 __all__ = ["FACTS_PATH", "PROTOCOL", "CaptureMiddleware", "facts_of"]
 
@@ -72,7 +73,9 @@ class CaptureMiddleware:
             if self._facts is None:
                 self._facts = await asyncio.to_thread(facts_of, state.vllm_config)
         except Exception as error:  # whatever it is, the client is to hear of it
-            await _reply(send, 503, {"error": f"{type(error).__name__}: {error}"})
+            found = plugin_error(error)
+            what = f"{type(error).__name__}: {error}" if found is None else found.what
+            await _reply(send, 503, {"error": what})
             return
         await _reply(send, 200, self._facts)
 
