@@ -46,7 +46,8 @@ SCHEMA = """
     @hookimpl
     def draftsmith_checkpoint_schemas():
         types = ("{name}-one", "{name}-two")
-        return [api.CheckpointSchema(name="{name}", summary="files", implementation="nowhere:X", speculators_types=types)]
+        files = "nowhere:X"
+        return [api.CheckpointSchema(name="{name}", summary="files", implementation=files, speculators_types=types)]
 """
 
 
