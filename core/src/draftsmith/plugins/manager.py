@@ -204,6 +204,14 @@ class PluginRegistry:
         catalog: Catalog[Any] = getattr(self, facet.catalog)
         return catalog
 
+    @property
+    def providers(self) -> list[Provider]:
+        """Of all plugins that are installed, in use or not."""
+        in_use = [each.provider for each in self.plugins]
+        broken = [each.provider for each in self.quarantined]
+        off = [each.provider for each in self.switched_off]
+        return [*in_use, *broken, *off, *(each.provider for each in self.foreign)]
+
     def require(self, name: str, where: str | None = None) -> None:
         """Make sure that the plugin of that name (or of the distribution of that name) is loaded.
 
