@@ -174,6 +174,9 @@ def test_a_run_can_be_made_of_what_is_written(outsider: Outsider) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     config = json.loads((folder / "run" / "checkpoint" / "config.json").read_text(encoding="utf-8"))
     assert config["speculators_model_type"] == "my_algorithm"
+    assert config["draftsmith"]["package"] == "draftsmith-my-algorithm"
+    card = (folder / "run" / "checkpoint" / "README.md").read_text(encoding="utf-8")
+    assert "vLLM must have draftsmith and draftsmith-my-algorithm installed beside it" in card
     linted = outsider.draftsmith("lint", "run/checkpoint")
     assert "0 errors, 0 warnings" in linted.stdout, linted.stdout
 

@@ -222,11 +222,11 @@ class PluginRegistry:
         if any(each.provider.answers_to(name) for each in self.plugins):
             return
         known = [each.name for each in self.plugins] + [each.name for each in self.switched_off]
-        raise self._reason(name) or UnknownNameError(
+        raise self.reason(name) or UnknownNameError(
             "plugin", name, known, where=where, hint=f"pip install {distribution_of(name)}"
         )
 
-    def _reason(self, name: str) -> DraftsmithError | None:
+    def reason(self, name: str) -> DraftsmithError | None:
         """Why the plugin of that name is not in use, where one is installed."""
         for broken in self.quarantined:
             if broken.provider.answers_to(name):
@@ -246,7 +246,7 @@ class PluginRegistry:
         for broken in self.quarantined:
             if name in broken.offered.get(kind, ()):
                 return broken.error
-        if kind in _KINDS_WITH_OWN_DISTRIBUTION and (reason := self._reason(name)):
+        if kind in _KINDS_WITH_OWN_DISTRIBUTION and (reason := self.reason(name)):
             return reason
         hints = []
         if kind in _KINDS_WITH_OWN_DISTRIBUTION:
