@@ -55,6 +55,15 @@ def test_reference_is_what_the_source_says(page: str) -> None:
     assert (REFERENCE / page).read_text(encoding="utf-8") == reference.PAGES[page](), "run `make docs`"
 
 
+def test_an_attribute_of_several_lines_is_one_item() -> None:
+    (only,) = reference.attribute_list(
+        "    native: config.json is that of a model, and the\n        tensors have, for now, its names.\n"
+    )
+    assert only == "* `native`: config.json is that of a model, and the tensors have, for now, its names."
+    described = "    one, two: first\n        and more.\n    three: third.\n"
+    assert reference.attribute_list(described) == ["* `one`, `two`: first and more.", "* `three`: third."]
+
+
 @pytest.mark.parametrize("key", [key for key, _, section in reference.recipe_keys() if section is None])
 def test_every_recipe_key_is_documented(key: str) -> None:
     rows = re.findall(

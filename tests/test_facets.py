@@ -5,16 +5,21 @@ tests/test_example_plugins.py runs this file where the example plugins are insta
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import attrs
 import pytest
 import torch
+import yaml
 
+from draftsmith.cli import main
 from draftsmith.config.schema import TrainConfig
 from draftsmith.errors import ConfigError
 from draftsmith.interfaces import AlgorithmSetup, DraftAlgorithm, MaskRule
 from draftsmith.plugins import load_plugins, load_reference
 from draftsmith.testing.algorithm import AlgorithmCase, make_material, tiny_case
 from draftsmith.testing.check import check_class
+from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith.train.optimizers import build_optimizers
 from draftsmith.train.scoring import Teacher
 from draftsmith.train.setup import build_draft, build_loss
@@ -88,3 +93,24 @@ def test_any_mask_trains_an_algorithm_or_is_refused_in_words(case: AlgorithmCase
     result, changed = step(attrs.evolve(case, algorithm=other), registered.loss, dict(registered.loss_options))
     assert result.updated
     assert changed
+
+
+def test_checking_a_recipe_asks_the_algorithm_about_the_mask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chats.jsonl").touch()
+    recipe = {
+        "verifier": str(make_tiny_verifier(tmp_path / "verifier")),
+        "output": str(tmp_path / "run"),
+        "algorithm": "dflash",
+        "transport": "hs_file",
+        "data": {"sources": [str(tmp_path / "chats.jsonl")]},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    assert main(["run", str(path), "--check"]) == 0
+    assert "nothing wrong" in capsys.readouterr().out
+    assert main(["run", str(path), "--check", "--set", "mask=chained"]) == 2
+    refused = capsys.readouterr()
+    assert "error: mask: the mask Chained shows blocks the features of their own anchor or later" in refused.err
+    assert "nothing wrong" not in refused.out

@@ -79,6 +79,16 @@ def test_a_name_that_is_taken_says_by_whom(tmp_path: Path, capsys: pytest.Captur
     assert begin(capsys, "ce", "--kind", "mask", "--folder", str(tmp_path / "new"))[0] == 0
 
 
+@pytest.mark.parametrize("name", ["hs_file", "hs-file", "builtin"])
+def test_the_name_of_an_installed_package_is_taken_whatever_it_provides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    code, said = begin(capsys, name, "--kind", "loss", "--folder", str(tmp_path / "new"))
+    assert code == 2
+    assert f"the plugin {name.replace('-', '_')!r} is there already, of draftsmith" in said
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kept.txt").write_text("mine")
     code, said = begin(capsys, "idea", "--kind", "loss", "--folder", str(tmp_path))
@@ -164,8 +174,33 @@ def test_a_run_can_be_made_of_what_is_written(outsider: Outsider) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     config = json.loads((folder / "run" / "checkpoint" / "config.json").read_text(encoding="utf-8"))
     assert config["speculators_model_type"] == "my_algorithm"
+    assert config["draftsmith"]["package"] == "draftsmith-my-algorithm"
+    card = (folder / "run" / "checkpoint" / "README.md").read_text(encoding="utf-8")
+    assert "vLLM must have draftsmith and draftsmith-my-algorithm installed beside it" in card
     linted = outsider.draftsmith("lint", "run/checkpoint")
     assert "0 errors, 0 warnings" in linted.stdout, linted.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("facet", ["architecture", "schema"])
+def test_the_network_and_the_format_that_are_written_are_refused_to_other_algorithms(
+    outsider: Outsider, tmp_path: Path, facet: str
+) -> None:
+    write_chats(tmp_path / "chats.jsonl")
+    recipe = {
+        "verifier": str(make_tiny_verifier(tmp_path / "verifier")),
+        "output": str(tmp_path / "run"),
+        "algorithm": "eagle3",
+        "transport": "hs_file",
+        "data": {"sources": [str(tmp_path / "chats.jsonl")]},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    assert outsider.draftsmith("run", str(path), "--check").returncode == 0
+    refused = outsider.draftsmith("run", str(path), "--check", "--set", f"{facet}=my_algorithm")
+    assert refused.returncode == 2
+    assert f"{facet}: the " in refused.stderr
+    assert "my_algorithm" in refused.stderr
 
 
 @pytest.mark.slow

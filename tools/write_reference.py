@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -131,7 +132,8 @@ def value_section(cls: type) -> list[str]:
 def attribute_list(described: str) -> list[str]:
     """The ``Attributes:`` part of a docstring as a Markdown list."""
     lines: list[str] = []
-    for line in inspect.cleandoc(described).splitlines():
+    # Not cleandoc: its first line does not count, and of a single attribute the others are continuations.
+    for line in textwrap.dedent(described).splitlines():
         if line.startswith((" ", "\t")):
             lines[-1] += " " + line.strip()
         elif line.strip():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from draftsmith.checkpoint.exported import algorithm_for, schema_for
-from draftsmith.errors import PluginConflictError
+from draftsmith.errors import PluginConflictError, PluginError, UnknownNameError
 from draftsmith.plugins import load_plugins
 
 SCHEMA = """
@@ -83,3 +85,29 @@ def test_of_two_algorithms_that_export_to_a_schema_none_is_taken_by_chance(both)
         algorithm_for(SHARED, schema, registry)
     assert algorithm_for({**SHARED, "draftsmith": {"algorithm": "two"}}, schema, registry).name == "two"
     assert algorithm_for({"speculators_model_type": "one"}, schema, registry).name == "one"
+
+
+@pytest.mark.parametrize(
+    ("noted", "package"),
+    [
+        ({}, "draftsmith-my-idea"),
+        ({"package": "acme-drafts"}, "acme-drafts"),
+        # Written by whoever made the checkpoint, and shown as part of a command.
+        ({"package": "x; rm -rf ~"}, "draftsmith-my-idea"),
+        ({"package": 3}, "draftsmith-my-idea"),
+    ],
+)
+def test_a_checkpoint_of_an_unknown_type_names_the_package_that_wrote_it(noted, package):
+    with pytest.raises(UnknownNameError) as caught:
+        schema_for({"speculators_model_type": "my_idea", "draftsmith": noted}, load_plugins())
+    assert caught.value.hint.endswith(f"pip install {package}")
+
+
+def test_a_checkpoint_of_a_plugin_that_is_not_in_use_says_why(both, site):
+    config = {"speculators_model_type": "two", "draftsmith": {"package": "draftsmith-two"}}
+    with pytest.raises(PluginError, match=r"draftsmith-two 2\.2 is switched off: by --no-plugin two"):
+        schema_for(config, load_plugins(disabled=["two"]))
+    (site.folder / "fake_two.py").write_text("1 / 0")
+    sys.modules.pop("fake_two", None)
+    with pytest.raises(PluginError, match=r"draftsmith-two 2\.2 cannot be imported: ZeroDivisionError"):
+        schema_for(config, load_plugins())

@@ -569,3 +569,4 @@ def test_a_network_that_the_algorithms_own_format_does_not_hold_is_refused(recip
     (problem,) = problems_of(recipe, "architecture=for-any")
     assert problem.startswith("--set: architecture: ")
     assert "the checkpoint schema 'tinker' holds the tensors of tinker, and not those of" in problem
+    assert "leave architecture and schema out: tinker has" in problem

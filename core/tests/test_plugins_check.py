@@ -63,8 +63,9 @@ def test_a_failure_says_what_is_wrong_and_where(site, capsys):
     assert code == 1
     lines = [line.strip() for line in out.splitlines()]
     at = lines.index("FAILED  zero where the draft is the teacher")
-    assert "Tensor-likes are not close" in lines[at + 1]
-    assert "losses.py:" in lines[at + 1]
+    assert "says zero_at_teacher = False in its item's conformance class" in lines[at + 1]
+    assert "Tensor-likes are not close" in lines[at + 2]
+    assert "losses.py:" in lines[at + 2]
     assert "--details" in out
     assert "assert_close" not in out
     assert "torch.testing.assert_close(value, torch.zeros_like(value)" in check(capsys, "fancy", "--details")[1]

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from draftsmith import api
-from draftsmith.errors import PluginConflictError, PluginError, UnknownNameError
+from draftsmith.errors import PluginConflictError, PluginError, UnknownNameError, UserError
 from draftsmith.interfaces import PositionLoss
 from draftsmith.losses.divergence import ForwardKL
 from draftsmith.plugins import discovery, load_plugins, load_reference
@@ -114,6 +114,21 @@ def test_a_plugin_that_does_not_import_is_quarantined_with_its_reason(site, sour
     assert str(broken.provider) == "draftsmith-broken 0.9"
 
 
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("x = 1\n1 / 0\n", 2),
+        ("import a_module_that_is_not_there\n", 1),
+        (HEADER + "@hookimpl\ndef draftsmith_losses():\n    return [{}['a']]\n", 6),
+        # What is raised in draftsmith's own code was asked for by a line of the plugin's.
+        (HEADER + "@hookimpl\ndef draftsmith_losses():\n    return [api.Loss(name='No Name', summary='')]\n", 6),
+    ],
+)
+def test_the_line_of_a_plugins_mistake_is_named(site, source, line):
+    site.install("draftsmith-broken", {"broken": "fake_broken"}, modules={"fake_broken": source})
+    assert f"{site.folder / 'fake_broken.py'}:{line})" in quarantined("broken").reason
+
+
 def test_a_quarantined_plugin_fails_when_the_run_asks_for_it(site):
     site.install("draftsmith-broken", {"broken": "fake_broken"}, version="0.9", modules={"fake_broken": "1 / 0"})
     with pytest.raises(PluginError, match=r"draftsmith-broken 0\.9.*ZeroDivisionError") as caught:
@@ -191,11 +206,42 @@ def test_a_variable_that_names_what_is_not_installed_is_remarked_on(site, monkey
     ]
 
 
-def test_asking_for_a_plugin_that_is_switched_off_says_who_did_it(site):
+@pytest.mark.parametrize(
+    ("variables", "lists", "who", "remedy"),
+    [
+        ({}, {"disabled": ["focal"]}, "--no-plugin focal", "leave that option out"),
+        ({}, {"only": ["other"]}, "not in the recipe's list of plugins", "add focal to that list"),
+        ({"DRAFTSMITH_PLUGINS": "other"}, {}, "not in DRAFTSMITH_PLUGINS", "add focal to that list"),
+        ({"DRAFTSMITH_DISABLE_PLUGINS": "focal"}, {}, "by DRAFTSMITH_DISABLE_PLUGINS", "take it off that list"),
+    ],
+)
+def test_asking_for_a_plugin_that_is_switched_off_says_who_did_it_and_what_lets_it_in(
+    site, monkeypatch, variables, lists, who, remedy
+):
     site.install_loss("draftsmith-focal", "focal", "focal_loss")
-    with pytest.raises(PluginError, match="--no-plugin focal") as caught:
-        load_plugins(disabled=["focal"]).algorithms.get("focal")
+    site.install_loss("draftsmith-other", "other", "other_loss")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PluginError, match=who) as caught:
+        load_plugins(**lists).algorithms.get("focal")
     assert caught.value.exit_code == 2
+    assert caught.value.hint == f"{remedy}, or choose something else"
+
+
+@pytest.mark.parametrize("entry", ["focal>=3", "focal~=3.1", "focal==", "focal other", ""])
+def test_an_entry_that_is_neither_a_name_nor_a_version_says_what_to_write(site, entry):
+    site.install_loss("draftsmith-focal", "focal", "focal_loss", version="3.1")
+    with pytest.raises(UserError) as caught:
+        load_plugins(only=[entry])
+    assert caught.value.where == "plugins"
+    assert repr(entry) in caught.value.what
+    assert "NAME==VERSION" in caught.value.hint
+
+
+def test_a_misspelt_entry_has_the_nearest_name_though_that_plugin_is_not_on_the_list(site):
+    site.install_loss("draftsmith-focal", "focal", "focal_loss")
+    with pytest.raises(UnknownNameError, match="did you mean 'focal'"):
+        load_plugins(only=["focl"])
 
 
 def test_a_misspelt_hook_is_refused_with_the_nearest_name(site):

@@ -27,7 +27,7 @@ from draftsmith.stages import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["claim_output", "run_all"]
+__all__ = ["check_attention", "claim_output", "run_all"]
 
 #: The function that runs each stage.
 _FUNCTIONS: Mapping[str, str] = {

@@ -9,6 +9,7 @@ A plugin's format derives from :class:`SpeculatorsFormat`, and says what is spec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -58,6 +59,9 @@ LAYER_OVERRIDES = (
     "rope_parameters",
     "max_position_embeddings",
 )
+#: Key of config.json, below this project's own: the distribution whose format wrote it.
+PACKAGE = "package"
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 #: Tables of old checkpoints, which vLLM's loaders pass over.
 _ROTARY_TABLES = (
@@ -279,6 +283,14 @@ def trained_tokens(config: Mapping[str, Any]) -> int | None:
     own = config.get(PROJECT_NAME)
     tokens = own.get("trained_speculative_tokens") if isinstance(own, Mapping) else None
     return None if tokens is None else int(tokens)
+
+
+def package_of(config: Mapping[str, Any]) -> str | None:
+    """The distribution whose format wrote the checkpoint, as noted at export: what to install where it is missing."""
+    own = config.get(PROJECT_NAME)
+    package = own.get(PACKAGE) if isinstance(own, Mapping) else None
+    # It becomes part of a command that is shown, and anybody may have written it.
+    return package if isinstance(package, str) and _DISTRIBUTION.fullmatch(package) else None
 
 
 def other_network(differences: Iterable[str]) -> list[Problem]:

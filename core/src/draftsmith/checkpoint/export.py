@@ -20,6 +20,7 @@ from draftsmith.config.structure import plain
 from draftsmith.data.dataset import open_prepared
 from draftsmith.errors import CheckpointError, NumericsError
 from draftsmith.interfaces import ExportContext
+from draftsmith.speculators import PACKAGE
 from draftsmith.stages import (
     Stage,
     StageRecord,
@@ -164,6 +165,7 @@ def own_notes(run: ResolvedRun, step: int) -> dict[str, Any]:
         "architecture": run.architecture.name,
         "mask": run.mask.name,
         SCHEMA: run.schema.name,
+        PACKAGE: run.registry.schemas.provider(run.schema.name).distribution,
         "loss": run.loss.name,
         "trained_speculative_tokens": run.algorithm.max_speculative_tokens(run.algorithm_options),
         "step": step,

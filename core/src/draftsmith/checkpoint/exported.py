@@ -17,7 +17,9 @@ from draftsmith import api
 from draftsmith.errors import CheckpointError, PluginConflictError, UnknownNameError
 from draftsmith.interfaces import CheckpointFormat, Finding, TensorSpec
 from draftsmith.plugins import load_reference
+from draftsmith.plugins.manager import distribution_of
 from draftsmith.plugins.results import check_draft, check_items, check_json, check_window, checked
+from draftsmith.speculators import package_of
 from draftsmith.stored_tensors import WEIGHTS, StoredTensor, read_file_header, tensor_files
 
 if TYPE_CHECKING:
@@ -123,6 +125,7 @@ def schema_for(config: Mapping[str, Any], registry: PluginRegistry, where: str |
 
     Raises:
         UnknownNameError: no installed plugin reads its ``speculators_model_type``; says which distribution may.
+        PluginError: the one that would is broken or switched off.
         PluginConflictError: several do, and the config does not say which of them wrote it.
         CheckpointError: the key is missing.
     """
@@ -141,12 +144,15 @@ def schema_for(config: Mapping[str, Any], registry: PluginRegistry, where: str |
     if readers:
         return registry.schemas.get(readers[0].name)
     known = [each for schema in registry.schemas for each in schema.speculators_types]
+    package = package_of(config) or distribution_of(kind)
+    if reason := registry.reason(package):  # it is installed, and broken or switched off
+        raise reason
     raise UnknownNameError(
         "speculators_model_type",
         kind,
         known,
         where=where,
-        hint=f"the plugin that reads it may be missing: pip install {api.PROJECT_NAME}-{kind.replace('_', '-')}",
+        hint=f"the plugin that reads it may be missing: pip install {package}",
     )
 
 

@@ -65,6 +65,7 @@ def begin(registry: PluginRegistry, name: str, kind: str, folder: Path | None) -
         OutputError: the folder is there already, or cannot be written.
     """
     from draftsmith.errors import UserError
+    from draftsmith.plugins.manager import distribution_of
     from draftsmith.plugins.scaffold import write_package
 
     catalog = next(registry.catalog(each) for each in FACETS if each.kind == kind)
@@ -72,6 +73,12 @@ def begin(registry: PluginRegistry, name: str, kind: str, folder: Path | None) -
         raise UserError(
             f"the {kind} {name!r} is there already, of {catalog.provider(name)}", hint="choose another name"
         )
+    # The installed package of that name would make way for the new one, or both claim one name.
+    for provider in registry.providers:
+        if provider.answers_to(name) or provider.answers_to(distribution_of(name)):
+            raise UserError(
+                f"the plugin {provider.plugin!r} is there already, of {provider}", hint="choose another name"
+            )
     written, *files = write_package(name, kind, folder)
     for path in files:
         print(written / path)

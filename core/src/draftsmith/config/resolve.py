@@ -264,7 +264,8 @@ class _Resolver:
                 "architecture" if schema.name == algorithm.schema else "schema",
                 f"the checkpoint schema {schema.name!r} holds the tensors of {', '.join(schema.architectures)}, "
                 f"and not those of the draft architecture {architecture.name!r}",
-                f"leave both out: {algorithm.name} has {algorithm.architecture!r} and {algorithm.schema!r}",
+                f"leave architecture and schema out: {algorithm.name} has {algorithm.architecture!r} "
+                f"and {algorithm.schema!r}",
             )
 
     def default_of(self, algorithm: api.Algorithm) -> str:

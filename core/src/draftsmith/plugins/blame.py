@@ -18,7 +18,7 @@ from draftsmith.api import PROJECT_NAME
 from draftsmith.errors import DraftsmithError, PluginError
 from draftsmith.plugins.discovery import Provider, discover, normalize
 
-__all__ = ["describe", "naming_plugins", "plugin_error", "provider_of"]
+__all__ = ["describe", "line_of", "naming_plugins", "plugin_error", "provider_of"]
 
 #: What the system refuses: no plugin's fault, and the command line says what to do about each.
 _OF_THE_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -79,6 +79,12 @@ def plugin_error(error: BaseException) -> PluginError | None:
 def provider_of(module: str) -> Provider | None:
     """The installed plugin whose package the module of that name belongs to; None: no plugin's."""
     return _owner(module, _modules())
+
+
+def line_of(error: BaseException) -> str | None:
+    """``file:line`` in the plugin's code that *error* came out of; None: it came out of none."""
+    place = _innermost(error.__traceback__, _modules())
+    return None if place is None else place.line
 
 
 def describe(value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +19,15 @@ import pluggy
 from attrs import field, frozen
 
 from draftsmith import __version__, api, hookspecs
-from draftsmith.errors import DraftsmithError, PluginConflictError, PluginError, UnknownNameError, did_you_mean
-from draftsmith.plugins.blame import describe
+from draftsmith.errors import (
+    DraftsmithError,
+    PluginConflictError,
+    PluginError,
+    UnknownNameError,
+    UserError,
+    did_you_mean,
+)
+from draftsmith.plugins.blame import describe, line_of
 from draftsmith.plugins.catalog import Catalog, conflict_error
 from draftsmith.plugins.discovery import Candidate, ForeignPlugin, Provider, discover, normalize
 
@@ -42,6 +50,9 @@ __all__ = [
 #: Environment variables with names separated by commas or spaces.
 BLOCK_VARIABLE = "DRAFTSMITH_DISABLE_PLUGINS"
 ALLOW_VARIABLE = "DRAFTSMITH_PLUGINS"
+
+#: One entry of a recipe's list of plugins.
+_PIN = re.compile(r"([\w.-]+)\s*(?:==\s*([\w.+!-]+))?")
 
 #: Importing one of these in a plugin's own module makes every command wait for it.
 _HEAVY = ("torch", "transformers", "datasets", "numpy", "vllm")
@@ -148,10 +159,15 @@ class QuarantinedPlugin:
 
 @frozen(kw_only=True)
 class SwitchedOffPlugin:
-    """A plugin that a block or allow list keeps out; it was not imported."""
+    """A plugin that a block or allow list keeps out; it was not imported.
+
+    Attributes:
+        remedy: what lets it in.
+    """
 
     provider: Provider
     reason: str
+    remedy: str
 
     @property
     def name(self) -> str:
@@ -188,6 +204,14 @@ class PluginRegistry:
         catalog: Catalog[Any] = getattr(self, facet.catalog)
         return catalog
 
+    @property
+    def providers(self) -> list[Provider]:
+        """Of all plugins that are installed, in use or not."""
+        in_use = [each.provider for each in self.plugins]
+        broken = [each.provider for each in self.quarantined]
+        off = [each.provider for each in self.switched_off]
+        return [*in_use, *broken, *off, *(each.provider for each in self.foreign)]
+
     def require(self, name: str, where: str | None = None) -> None:
         """Make sure that the plugin of that name (or of the distribution of that name) is loaded.
 
@@ -197,12 +221,12 @@ class PluginRegistry:
         """
         if any(each.provider.answers_to(name) for each in self.plugins):
             return
-        known = [each.name for each in self.plugins]
-        raise self._reason(name) or UnknownNameError(
+        known = [each.name for each in self.plugins] + [each.name for each in self.switched_off]
+        raise self.reason(name) or UnknownNameError(
             "plugin", name, known, where=where, hint=f"pip install {distribution_of(name)}"
         )
 
-    def _reason(self, name: str) -> DraftsmithError | None:
+    def reason(self, name: str) -> DraftsmithError | None:
         """Why the plugin of that name is not in use, where one is installed."""
         for broken in self.quarantined:
             if broken.provider.answers_to(name):
@@ -222,7 +246,7 @@ class PluginRegistry:
         for broken in self.quarantined:
             if name in broken.offered.get(kind, ()):
                 return broken.error
-        if kind in _KINDS_WITH_OWN_DISTRIBUTION and (reason := self._reason(name)):
+        if kind in _KINDS_WITH_OWN_DISTRIBUTION and (reason := self.reason(name)):
             return reason
         hints = []
         if kind in _KINDS_WITH_OWN_DISTRIBUTION:
@@ -250,7 +274,7 @@ def distribution_of(name: str) -> str:
 def _switched_off(plugin: SwitchedOffPlugin) -> PluginError:
     error = PluginError(
         f"plugin {plugin.name!r} of {plugin.provider} is switched off: {plugin.reason}",
-        hint="take it off that list, or choose something else",
+        hint=f"{plugin.remedy}, or choose something else",
     )
     error.exit_code = 2
     return error
@@ -271,6 +295,7 @@ def load_plugins(
         PluginConflictError: two distributions claim one name.
         PluginError: a plugin named in *only* is broken, made for another API version, or not of the version asked for.
         UnknownNameError: a plugin named in *disabled* or *only* is not installed.
+        UserError: an entry of *only* is neither a name nor ``name==version``.
     """
     blocked, asked = list(disabled), None if only is None else list(only)
     registry = PluginRegistry(disabled=blocked, only=asked)
@@ -318,8 +343,14 @@ def load_plugins(
 
 def _pin(name: str) -> tuple[str, str | None]:
     """``name==version`` or ``name`` → (name, version or None)."""
-    bare, pinned, version = name.partition("==")
-    return bare.strip(), version.strip() if pinned else None
+    match = _PIN.fullmatch(name.strip())
+    if match is None:
+        raise UserError(
+            f"{name!r} is neither a plugin nor a plugin and its version",
+            where="plugins",
+            hint="write NAME, or NAME==VERSION for that version and no other",
+        )
+    return match[1], match[2]
 
 
 def _check_pin(name: str, version: str | None, providers: Sequence[Provider]) -> None:
@@ -351,19 +382,20 @@ def _filter(
         provider = candidate.provider
         # An allow list is about additions: leaving the core's own losses and masks out of it must not lose them.
         own = normalize(provider.distribution) == api.PROJECT_NAME
-        reason = None
+        why = None
         if any(provider.answers_to(name) for name in blocked):
-            reason = f"by --no-plugin {provider.plugin}"
+            why = f"by --no-plugin {provider.plugin}", "leave that option out"
         elif any(provider.answers_to(name) for name in from_environment):
-            reason = f"by {BLOCK_VARIABLE}"
+            why = f"by {BLOCK_VARIABLE}", "take it off that list"
         elif not own and allowed is not None and not any(provider.answers_to(name) for name in allowed):
-            reason = "not in the recipe's list of plugins"
+            why = "not in the recipe's list of plugins", f"add {provider.plugin} to that list"
         elif not own and environment_only is not None and not any(provider.answers_to(n) for n in environment_only):
-            reason = f"not in {ALLOW_VARIABLE}"
-        if reason is None:
+            why = f"not in {ALLOW_VARIABLE}", f"add {provider.plugin} to that list"
+        if why is None:
             kept.append(candidate)
         else:
-            registry.switched_off.append(SwitchedOffPlugin(provider=provider, reason=reason))
+            reason, remedy = why
+            registry.switched_off.append(SwitchedOffPlugin(provider=provider, reason=reason, remedy=remedy))
     return kept
 
 
@@ -416,7 +448,8 @@ def _import(candidate: Candidate) -> Any:
     except (Exception, SystemExit) as error:
         raise _broken(
             candidate.provider,
-            f"cannot be imported: {type(error).__name__}: {error} (entry point {candidate.reference})",
+            f"cannot be imported: {type(error).__name__}: {error} "
+            f"({', '.join(filter(None, (f'entry point {candidate.reference}', line_of(error))))})",
         ) from error
 
 
@@ -482,7 +515,9 @@ def _call(function: Callable[..., Any], facet: Facet, provider: Provider) -> lis
         if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping):
             returned = list(returned)
     except (Exception, SystemExit) as error:
-        raise _broken(provider, f"fails in {facet.hook}(): {type(error).__name__}: {error}") from error
+        line = line_of(error)
+        what = f"fails in {facet.hook}(): {type(error).__name__}: {error}" + (f" ({line})" if line else "")
+        raise _broken(provider, what) from error
     expected = f"a list of draftsmith.api.{facet.type.__name__}"
     if not isinstance(returned, list):
         raise _broken(provider, f"returns {describe(returned)} from {facet.hook}(), expected {expected}")

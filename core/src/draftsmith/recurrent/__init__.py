@@ -25,6 +25,7 @@ from draftsmith.speculators import (
     error,
     layers_of,
     lint_against_verifier,
+    package_of,
     shared_tensor_specs,
     speculative_tokens,
     trained_tokens,
@@ -93,10 +94,8 @@ class RecurrentFormat(SpeculatorsFormat):
         return CaptureRequirements(layer_ids=(verifier.num_layers,))
 
     def serving(self, config: Mapping[str, Any]) -> ServingPlan:
-        note = (
-            f"vLLM must have {PROJECT_NAME} and the package of {self.kind!r} installed beside it: "
-            "they make the draft known to it."
-        )
+        package = package_of(config) or f"the package of {self.kind!r}"
+        note = f"vLLM must have {PROJECT_NAME} and {package} installed beside it: they make the draft known to it."
         return evolve(super().serving(config), notes=(note,))
 
     def lint(

@@ -492,9 +492,13 @@ def print_verification(console: Console, record: StageRecord) -> None:
     """The table of a verification, and below it whether the output was the verifier's own."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     summary = record.summary
-    title = "Verification: greedy, prompts not trained on; acceptance by position"
+    # Of the user's own file only they know whether it was trained on.
+    name = record.fingerprint["verify"]["prompts"]
+    prompts = f"prompts of {name}" if name else "prompts not trained on"
+    title = Text(f"Verification: greedy, {prompts}; acceptance by position", style="table.title")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     names, rows = [name.removeprefix(POSITION) for name in _header(summary)], _rows(summary)
     for place, name in enumerate(names):

@@ -499,9 +499,10 @@ class LeakTests(_CaseTests):
                 torch.testing.assert_close(changed[slot], logits[slot], rtol=0, atol=tolerance, msg=f"{chain} {step}")
 
     def test_slots_depend_on_the_bonus_token(self, case: AlgorithmCase) -> None:
-        """The counterpart of the leak tests: a mask that hides everything would pass those.
+        """One that is meant not to read it says reads_the_bonus_token = False in its item's conformance class.
 
-        Of a draft that says it does not read the bonus token, the opposite.
+        The counterpart of the leak tests: a mask that hides everything would pass those. Of a draft that says so, the
+        opposite is demanded.
         """
         model = self.draft(case)
         slots = _forward(case, model, case.row)
@@ -602,7 +603,10 @@ class ValueTests(_CaseTests):
         assert float(error) < 0.05
 
     def test_a_fresh_draft_knows_nothing(self, case: AlgorithmCase) -> None:
-        """Cross-entropy of a fresh draft is that of a guess, and hardly anything is accepted."""
+        """One that is meant to know something says begins_as_a_guess = False in its item's conformance class.
+
+        Of others, cross-entropy is that of a guess, and hardly anything is accepted.
+        """
         from draftsmith.train.scoring import Teacher, score_slots
 
         torch.manual_seed(0)

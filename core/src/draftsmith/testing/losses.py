@@ -89,6 +89,7 @@ class LossTests:
             torch.testing.assert_close(new, old, rtol=0, atol=0)
 
     def test_zero_where_the_draft_is_the_teacher(self, loss: PositionLoss) -> None:
+        """One that is not meant to be says zero_at_teacher = False in its item's conformance class."""
         logits, _ = self.draw()
         value, gradient = loss.value_and_grad(logits.clone(), teacher_chunk(logits))
         if self.zero_at_teacher:

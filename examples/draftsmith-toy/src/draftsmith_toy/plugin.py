@@ -16,6 +16,7 @@ def draftsmith_draft_architectures() -> Sequence[api.DraftArchitecture]:
             name="toy",
             summary="a GRU cell that goes on from the verifier's last hidden state",
             implementation="draftsmith_toy.model:ToyDraft",
+            algorithms=("toy",),
         )
     ]
 
@@ -27,6 +28,7 @@ def draftsmith_checkpoint_schemas() -> Sequence[api.CheckpointSchema]:
             name="toy",
             summary="the cell, its norm, and how vLLM is to serve them",
             implementation="draftsmith_toy.checkpoint:ToyCheckpoint",
+            architectures=("toy",),
             speculators_types=("toy",),
         )
     ]
