@@ -123,7 +123,7 @@ def _teller(*, as_json: bool, once: bool) -> Iterator[Callable[[Sequence[dict[st
     """How the servers' states are told: objects, a table that is drawn anew on a terminal, lines else."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False)  # an address may have brackets: http://[fe80::1]:8000
     if as_json or once or not console.is_terminal:
         yield _tell_json if as_json else _tell_lines
         return
