@@ -443,6 +443,22 @@ def test_one_that_fails_later_is_incomplete(by_heart, prompts_file, registry, tm
     assert evaluate(asked, registry, tmp_path / "out").complete
 
 
+@pytest.mark.parametrize("start", [0, 1], ids=["baseline", "checkpoint"])
+def test_without_the_checkpoint_or_the_baseline_it_is_incomplete(by_heart, prompts_file, tmp_path, engines, start):
+    engines(**{f"at_{start}": ServingError("vLLM failed (engine: method): ended by signal 9 (out of memory?)")})
+    command = [
+        "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--repetitions", "1", "--max-tokens", "2",
+        "--output", str(tmp_path / "out"),
+    ]  # fmt: skip
+    assert main(command) == 1
+    found = read_evaluation(tmp_path / "out")
+    assert not found.complete
+    assert (found.methods[start].status, found.methods[1 - start].status) == ("unavailable", "measured")
+    engines()  # whatever it was has passed: the same command tries again
+    assert main(command) == 0
+    assert read_evaluation(tmp_path / "out").complete
+
+
 def test_what_was_measured_before_a_kill_is_kept(by_heart, prompts_file, registry, tmp_path, engines):
     engines(at_1=Stopped("by SIGTERM", number=15))
     with pytest.raises(Stopped):
