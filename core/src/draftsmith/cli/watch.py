@@ -26,7 +26,7 @@ __all__ = ["configure", "execute"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    seconds = common.number(float, 0.1)
+    seconds = common.number(float, 0.1, 86400.0)
     parser.add_argument("servers", metavar="URL", nargs="+", help="such as http://127.0.0.1:8000")
     parser.add_argument("--every", metavar="S", type=seconds, default=5.0, help="seconds between readings; default: 5")
     parser.add_argument("--window", metavar="S", type=seconds, default=60.0, help="figures are of these; default: 60")
