@@ -734,7 +734,7 @@ def test_a_sweep_that_measures_nothing_makes_no_plan(by_heart, prompts_file, tmp
 
 def test_sweeps_are_read():
     assert parse_sweep(["tokens=1..3,8", "concurrency=4,1,4"]) == {"tokens": (1, 2, 3, 8), "concurrency": (1, 4)}
-    for text in ("tokens", "layers=1", "tokens=", "tokens=0..2", "tokens=3..1", "tokens=a"):
+    for text in ("tokens", "layers=1", "tokens=", "tokens=0..2", "tokens=3..1", "tokens=a", "tokens=1..99999999999"):
         with pytest.raises(UserError, match="sweep"):
             parse_sweep([text])
     with pytest.raises(UserError, match="swept twice"):

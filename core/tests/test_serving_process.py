@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -137,17 +137,15 @@ def test_without_vllm_it_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_child_has_left_is_ended():
-    engine = ["sleep", "600"]
-    script = (
-        "import os, subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); os.kill(os.getpid(), 9)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", script, *engine], stdout=subprocess.PIPE, start_new_session=True)
+    script = "import os, subprocess; subprocess.Popen(['sleep', '600']); print(flush=True); os.kill(os.getpid(), 9)"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
     assert child.stdout is not None
-    left = int(child.stdout.readline())
+    assert child.stdout.read(1) == b"\n"
     child.wait()
-    os.kill(left, 0)  # it is there still
     vllm_process._end(child)
-    assert child.stdout.read() == b""  # ends when the last process that writes there has
+    # The pipe ends with the last process that could write to it.
+    assert select.select([child.stdout], [], [], 10.0)[0]
+    assert child.stdout.read(1) == b""
     child.stdout.close()
 
 
