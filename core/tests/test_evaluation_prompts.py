@@ -207,6 +207,7 @@ def test_parquet_is_read(registry, tmp_path):
         ('"text"', "not_an_object"),
         ('{"messages": [{"role": "assistant", "content": "hi"}]}', "no message comes before the answer"),
         ("", "there is no prompt"),
+        ('{"prompt": "hi", "category": "\\ud800"}', "not_unicode"),  # no file could hold it when all is measured
     ],
 )
 def test_a_row_that_is_no_prompt_is_named(registry, tmp_path, line, message):

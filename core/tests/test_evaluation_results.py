@@ -136,6 +136,28 @@ def test_a_file_that_is_no_evaluation_is_refused(evaluation, tmp_path):
         read_evaluation(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "wrong", "message"),
+    [
+        ("prompt", 2, "answers prompt 2, and there are 2"),
+        ("prompt", -1, "answers prompt -1"),
+        ("rounds", [{"drafted": 2, "accepted": 3, "draft": []}], "accepts more than its 2 tokens"),
+    ],
+)
+def test_a_damaged_evaluation_that_contradicts_itself_is_refused(evaluation, tmp_path, key, wrong, message):
+    value = as_json(evaluation)
+    value["methods"][1]["repetitions"][0]["requests"][0][key] = wrong
+    (tmp_path / FILE).write_text(json.dumps(value))
+    with pytest.raises(DataError, match=message):
+        read_evaluation(tmp_path)
+
+
+def test_a_baseline_without_tokens_gives_no_ratio(evaluation):
+    none, draft, _ = evaluation.methods
+    idle = attrs.evolve(none, repetitions=tuple(attrs.evolve(each, requests=()) for each in none.repetitions))
+    assert figures(draft, idle)["speed_up"] is None
+
+
 # --- demands ----------------------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,14 @@ def test_everything_is_printed_that_was_found():
     assert "incomplete" not in shown
 
 
+def test_brackets_in_a_name_are_no_markup():
+    evaluation = sample_evaluation(category="[/b] of [bold]")
+    draft = attrs.evolve(evaluation.methods[1], name="out/[red]draft[/x]")
+    shown = printed(print_evaluation, attrs.evolve(evaluation, methods=(evaluation.methods[0], draft)))
+    assert "[/b] of [bold]" in shown
+    assert shown.count("out/[red]draft[/x]") == 5  # four tables, and the remark
+
+
 def test_no_figure_is_broken_on_a_narrow_terminal():
     shown = printed(print_evaluation, sample_evaluation(), width=60)
     for text in ("4.1 (2.8–5.5)", "300 (200–400)", "607.5 (405.0–810.0)", "not measured",

@@ -187,9 +187,22 @@ def test_what_is_no_source_is_refused(tmp_path, run_folder):
     (run_folder / "training" / "stage.json").write_text("{")
     with pytest.raises(DataError, match="train stage cannot be read"):
         build_report([run_folder])
-    (run_folder / "run.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read"):
-        build_report([run_folder])
+    for damaged in ("{", "[]"):
+        (run_folder / "run.json").write_text(damaged)
+        with pytest.raises(DataError, match="cannot be read"):
+            build_report([run_folder])
+
+
+def test_a_damaged_line_of_metrics_is_passed_over(run_folder):
+    whole = build_report([run_folder])
+    with open(run_folder / "training" / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('\n{"phase": "train", "loss": 1.0, "tokens": null}\n{"phase": "train", "loss": "x", "tokens": 5}\n')
+    assert build_report([run_folder]) == whole
+
+
+def test_the_working_directory_has_a_name(evaluation_folder, monkeypatch):
+    monkeypatch.chdir(evaluation_folder)
+    assert build_report([Path()]) == build_report([evaluation_folder])
 
 
 def test_the_command_writes_it(evaluation_folder, tmp_path, capsys):

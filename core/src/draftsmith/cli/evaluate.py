@@ -75,14 +75,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from draftsmith.evaluation.require import failures, parse_requirement
+    from draftsmith.evaluation.require import check_methods, failures, parse_requirement
     from draftsmith.evaluation.results import as_csv, as_json
-    from draftsmith.evaluation.run import evaluate
+    from draftsmith.evaluation.run import evaluate, simulated_name
 
     if arguments.json and arguments.csv:
         raise UserError("--json and --csv exclude each other", hint="both files are in the evaluation's folder")
     demands = [parse_requirement(text) for text in arguments.require]
     settings = _settings(arguments)
+    simulated = [simulated_name(settings.checkpoint)] if settings.simulate else []
+    check_methods(demands, [settings.checkpoint, *(settings.servers or settings.against), *simulated])
     registry = common.open_registry(arguments.no_plugin)
     folder = arguments.output or Path(f"{arguments.checkpoint.rstrip('/')}-evaluation")
     if arguments.sweep:

@@ -26,7 +26,7 @@ __all__ = ["configure", "execute"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    seconds = common.number(float, 0.1)
+    seconds = common.number(float, 0.1, 86400.0)
     parser.add_argument("servers", metavar="URL", nargs="+", help="such as http://127.0.0.1:8000")
     parser.add_argument("--every", metavar="S", type=seconds, default=5.0, help="seconds between readings; default: 5")
     parser.add_argument("--window", metavar="S", type=seconds, default=60.0, help="figures are of these; default: 60")
@@ -123,7 +123,7 @@ def _teller(*, as_json: bool, once: bool) -> Iterator[Callable[[Sequence[dict[st
     """How the servers' states are told: objects, a table that is drawn anew on a terminal, lines else."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False)  # an address may have brackets: http://[fe80::1]:8000
     if as_json or once or not console.is_terminal:
         yield _tell_json if as_json else _tell_lines
         return

@@ -340,14 +340,18 @@ def normalise(
             if not str(message["content"]).strip() and not (message.get("tool_calls") or message.get("reasoning")):
                 raise RowRejected("empty_assistant_turn", "an assistant turn has neither content nor tool calls")
     tools = _tools(row.get("tools"))
-    _check_text(messages, tools)
+    check_text([messages, tools])
     return messages, tools
 
 
-def _check_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
-    """Refuse what JSON can spell and no tokenizer or hash can take."""
+def check_text(value: Any) -> None:
+    """Refuse what JSON can spell and no tokenizer, hash or file can take.
+
+    Raises:
+        RowRejected: it holds half of a surrogate pair, or values within values without end.
+    """
     try:
-        json.dumps([messages, tools], ensure_ascii=False, default=str).encode()
+        json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise RowRejected("not_unicode", f"half of a surrogate pair stands alone ({error.reason})") from error
     except RecursionError as error:

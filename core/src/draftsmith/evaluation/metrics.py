@@ -186,9 +186,7 @@ def agree(first: Spread, second: Spread) -> bool:
 
 def speed_up(rates: Sequence[float | None], baseline: Sequence[float | None]) -> Spread | None:
     """Ratios, each of two rates of the *same* repetition: what slows the machine then slows both."""
-    return spread(
-        rate / other for rate, other in zip(rates, baseline, strict=False) if rate is not None and other is not None
-    )
+    return spread(rate / other for rate, other in zip(rates, baseline, strict=False) if rate is not None and other)
 
 
 # --- losslessness -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
-from draftsmith.data.conversations import SUFFIXES, RowRejected, normalise, read_rows
+from draftsmith.data.conversations import SUFFIXES, RowRejected, check_text, normalise, read_rows
 from draftsmith.errors import DataError, DraftsmithError, PluginError, UnknownNameError
 from draftsmith.plugins import load_reference
 from draftsmith.serving.prompts import spread
@@ -139,11 +139,13 @@ def prompt_of(row: Any, label: str, where: str) -> ChatPrompt:
     """
     if isinstance(row, RowRejected):
         raise DataError(f"{row.reason}: {row.detail}", where=where, hint="mend or remove it")
+    category = (row.get("category") or row.get("source")) if isinstance(row, Mapping) else None
     texts = _texts(row) if isinstance(row, Mapping) and not _has_conversation(row) else ()
     try:
         if texts:
             row = {**row, "messages": [{"role": "user", "content": text} for text in texts]}
         messages, tools = normalise(dict(row) if isinstance(row, Mapping) else row, allow_empty_answers=True)
+        check_text(category)
     except RowRejected as error:
         raise DataError(f"{error.reason}: {error.detail}", where=where, hint="mend or remove it") from error
     while messages and messages[-1]["role"] == "assistant":
@@ -157,7 +159,6 @@ def prompt_of(row: Any, label: str, where: str) -> ChatPrompt:
             hint="fetch it with NVIDIA's prepare.py for SPEED-Bench, and name the file that it writes",
         )
     messages, later = _split_turns(messages)
-    category = row.get("category") or row.get("source")
     return ChatPrompt(
         set=label,
         category=category if isinstance(category, str) else label,

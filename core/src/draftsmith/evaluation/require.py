@@ -13,7 +13,7 @@ from draftsmith.errors import UserError, did_you_mean
 from draftsmith.evaluation.metrics import Spread
 from draftsmith.evaluation.results import BASELINE, Evaluation, Method, figures
 
-__all__ = ["FIGURES", "Requirement", "failures", "parse_requirement"]
+__all__ = ["FIGURES", "Requirement", "check_methods", "failures", "parse_requirement"]
 
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -127,6 +127,21 @@ def _number(value: str, text: str) -> float:
     if not math.isfinite(number):
         raise UserError(f"{value!r} is not a number", where=f"--require {text!r}", hint=_HINT)
     return number
+
+
+def check_methods(requirements: Sequence[Requirement], names: Sequence[str]) -> None:
+    """Make sure that demands are made on methods of the evaluation, before anything is measured.
+
+    Args:
+        names: of its methods.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    for each in requirements:
+        if each.method is not None and each.method not in names:
+            near = did_you_mean(each.method, names) or f"its methods: {', '.join(names)}"
+            raise UserError(f"no method {each.method!r} is evaluated", where=f"--require {each.text!r}", hint=near)
 
 
 def failures(requirements: Sequence[Requirement], evaluation: Evaluation, checkpoint: str) -> list[str]:

@@ -350,9 +350,24 @@ def read_evaluation(path: Path) -> Evaluation:
             hint="evaluate again, or read it with the draftsmith that wrote it",
         )
     try:
-        return cattrs.structure(value, Evaluation)
+        evaluation = cattrs.structure(value, Evaluation)
     except Exception as error:  # cattrs raises groups of whatever the constructors raise
         raise DataError(f"is not complete: {error}", where=str(file), hint="evaluate again") from error
+    wrong = _contradiction(evaluation)
+    if wrong is not None:
+        raise DataError(f"contradicts itself: {wrong}", where=str(file), hint="evaluate again")
+    return evaluation
+
+
+def _contradiction(evaluation: Evaluation) -> str | None:
+    """What no evaluation that was measured says, such as an answer to a prompt that there is not; None: nothing."""
+    for method in evaluation.methods:
+        for request in (each for repetition in method.repetitions for each in repetition.requests):
+            if not 0 <= request.prompt < len(evaluation.prompts):
+                return f"{method.name} answers prompt {request.prompt}, and there are {len(evaluation.prompts)}"
+            if not all(0 <= each.accepted <= method.num_speculative_tokens for each in request.rounds):
+                return f"a round of {method.name} accepts more than its {method.num_speculative_tokens} tokens"
+    return None
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:

@@ -280,7 +280,7 @@ def _measure(job: _Job, about: Mapping[str, Any], console: Console | None) -> Ev
             for each in job.methods
         ]
         return Evaluation(
-            complete=complete and all(each.status != INCOMPLETE for each in methods),
+            complete=complete and all(each.status != INCOMPLETE for each in methods) and not _in_vain(job, measured),
             settings=json.loads(json.dumps(asdict(settings), default=str)),  # as it is read again
             provenance=about,
             prompts=tuple(
@@ -316,6 +316,14 @@ def _measure(job: _Job, about: Mapping[str, Any], console: Console | None) -> Ev
     if settings.simulate:
         simulated.append(_simulate(job, bool(measured.get(BASELINE)), engines, console))
     return snapshot(complete=True)
+
+
+def _in_vain(job: _Job, measured: Mapping[str, Sequence[Repetition]]) -> bool:
+    """Whether the checkpoint, or the baseline, was tried and nothing came of it: whatever ended its engine, there is
+    no evaluation without it, and the same command must try again."""
+    asked = [[each for each in job.methods if each.own], [each for each in job.methods if each.name == BASELINE]]
+    tried = [group for group in asked if any(each.reason is None for each in group)]
+    return any(not any(measured[each.name] for each in group) for group in tried)
 
 
 def _with_later_turns(job: _Job, console: Console | None) -> _Job:

@@ -45,6 +45,8 @@ SWEEP, PLAN = "sweep.json", "plan.json"
 SCHEMA, VERSION = "draftsmith.sweep", 1
 #: What can be swept.
 AXES = ("tokens", "concurrency")
+#: Largest number of an axis: what is above is a slip, and would be counted through.
+MOST = 65536
 #: A speed-up below this is none.
 GAIN = 1.0
 
@@ -96,8 +98,8 @@ def parse_sweep(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
                 low, high = int(first), int(last if dots else first)
             except ValueError:
                 raise UserError(f"{part!r} is no number or range", where=f"--sweep {text}", hint=hint) from None
-            if not 1 <= low <= high:
-                raise UserError(f"{part!r} holds no number of at least 1", where=f"--sweep {text}", hint=hint)
+            if not 1 <= low <= high <= MOST:
+                raise UserError(f"{part!r} is no range within 1 to {MOST}", where=f"--sweep {text}", hint=hint)
             numbers.update(range(low, high + 1))
         found[axis] = tuple(sorted(numbers))
     return found

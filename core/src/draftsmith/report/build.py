@@ -258,7 +258,7 @@ def _points(run: Run, phase: str, key: str) -> list[tuple[float, float]]:
     return [
         (float(line["tokens"]), float(line[key]))
         for line in run.metrics
-        if line.get("phase") == phase and isinstance(line.get(key), int | float) and "tokens" in line
+        if line.get("phase") == phase and all(isinstance(line.get(each), int | float) for each in (key, "tokens"))
     ]
 
 

@@ -42,12 +42,13 @@ def read_source(path: Path) -> tuple[str, Run | Evaluation | Sweep]:
     Raises:
         DataError: there is neither, or it cannot be read.
     """
+    name = (path.parent if path.is_file() else path).resolve().name  # "." has one too
     if (path / RUN_FILE).is_file():
-        return path.name, _read_run(path)
+        return name, _read_run(path, name)
     if (path / SWEEP).is_file():
-        return path.name, read_sweep(path / SWEEP)
+        return name, read_sweep(path / SWEEP)
     if path.is_file() or (path / FILE).is_file():
-        return (path.parent if path.is_file() else path).name, read_evaluation(path)
+        return name, read_evaluation(path)
     raise DataError(
         "there is neither a run nor an evaluation",
         where=str(path),
@@ -55,9 +56,11 @@ def read_source(path: Path) -> tuple[str, Run | Evaluation | Sweep]:
     )
 
 
-def _read_run(path: Path) -> Run:
+def _read_run(path: Path, name: str) -> Run:
     try:
         record = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError(f"it holds a {type(record).__name__}, not an object")
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read: {error}", where=str(path / RUN_FILE), hint="run again") from error
     folders = RunFolders(path)
@@ -73,7 +76,7 @@ def _read_run(path: Path) -> Run:
     except OutputError as error:
         raise DataError(error.what, where=error.where, hint=error.hint) from error
     return Run(
-        name=path.name,
+        name=name,
         record=record,
         stages=tuple(each for each in records if each is not None),
         metrics=tuple(_metrics(folders.training / _METRICS)),

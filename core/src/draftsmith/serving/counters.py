@@ -53,8 +53,12 @@ def metrics_address(url: str) -> str:
         UserError: it is no address of a web server.
     """
     full = url if "://" in url else f"http://{url}"
-    parts = urllib.parse.urlsplit(full)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urllib.parse.urlsplit(full)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket of IPv6 that is not closed, a port that is no number
+        known = False
+    if not known:
         raise UserError(f"{url!r} is no address of a server", hint="such as http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}/metrics"
@@ -98,7 +102,7 @@ def parse_metrics(text: str, where: str, now: float, *, drafting: bool = True) -
     foreign = False
     for name, labels, value in _samples(text, where):
         foreign |= not name.startswith(_PREFIX)
-        if name == f"{_DRAFT}accepted_tokens_per_pos_total":
+        if name == f"{_DRAFT}accepted_tokens_per_pos_total" and "position" in labels:
             position = int(labels["position"])
             positions[position] = positions.get(position, 0.0) + value
         elif name.startswith(_PREFIX):

@@ -358,8 +358,13 @@ def _report(ticks: Path, progress: Callable[[str, int], None]) -> None:
 
 
 def _end(child: subprocess.Popen[bytes], patience: float = 20.0) -> None:
-    """End the child and what it started (its process group is its own)."""
+    """End the child and what it started (its process group is its own).
+
+    A child that was killed may have left its engine's process behind, which holds the memory that the next one needs.
+    """
     if child.poll() is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

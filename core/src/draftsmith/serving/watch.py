@@ -89,11 +89,14 @@ class Window:
         """Take in a reading; False where the server was started anew since the last one."""
         continued = True
         if self._readings:
+            last = self._readings[-1]
             try:
-                difference(self._readings[-1].counters, reading.counters)
+                difference(last.counters, reading.counters)
+                continued = reading.generated >= last.generated  # all that falls where little or nothing is drafted
             except ValueError:
-                self._readings.clear()
                 continued = False
+        if not continued:
+            self._readings.clear()
         self._readings.append(reading)
         while len(self._readings) > 2 and reading.time - self._readings[1].time >= self._seconds:
             self._readings.popleft()
