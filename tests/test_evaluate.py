@@ -49,7 +49,7 @@ from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
 from draftsmith.serving.verifier_model import generate_greedily
 from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
-from draftsmith.stages import sole_writer
+from draftsmith.stages import sole_writer, write_json_atomically
 from draftsmith.verifier import read_verifier
 
 
@@ -153,6 +153,33 @@ def test_the_same_evaluation_is_read_and_another_is_refused(by_heart, prompts_fi
         evaluate(attrs.evolve(asked, max_tokens=5), registry, tmp_path / "out")
     anew = evaluate(attrs.evolve(asked, max_tokens=5), registry, tmp_path / "out", overwrite=True)
     assert anew.settings["max_tokens"] == 5
+
+
+def test_what_another_stage_made_is_never_overwritten(by_heart, prompts_file, tmp_path, capsys):
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(by_heart.folder, checkpoint)
+    write_json_atomically(
+        checkpoint / "stage.json",
+        {"stage": "export", "complete": True, "fingerprint": {}, "summary": {}, "seconds": 0.0, "version": "0"},
+    )
+    command = ["evaluate", str(checkpoint), "--prompts", str(prompts_file), "--output", str(checkpoint), "--overwrite"]
+    assert main(command) == 2
+    assert "holds the output of the export stage" in capsys.readouterr().err
+    assert (checkpoint / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("left", [None, "{"], ids=["lost", "damaged"])
+def test_a_complete_evaluation_without_its_file_is_made_again(
+    by_heart, prompts_file, registry, tmp_path, engines, left
+):
+    engines()
+    asked = settings(by_heart, prompts_file, repetitions=1)
+    first = evaluate(asked, registry, tmp_path / "out")
+    (tmp_path / "out" / "evaluation.json").unlink()
+    if left is not None:
+        (tmp_path / "out" / "evaluation.json").write_text(left)
+    assert evaluate(asked, registry, tmp_path / "out").methods == first.methods
+    assert read_evaluation(tmp_path / "out").complete
 
 
 def test_one_command_at_a_time_works_in_a_folder(by_heart, prompts_file, registry, tmp_path, engines):

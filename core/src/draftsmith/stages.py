@@ -297,6 +297,13 @@ class Stage:
         self._fingerprint = plain = json.loads(json.dumps(fingerprint, default=str))
         self._started = time.monotonic()
         record = self.record()
+        if record is not None and record.stage != self.name:
+            # Whatever is overwritten, it is never what another stage made: --output may name a checkpoint by mistake.
+            raise OutputError(
+                f"the folder holds the output of the {record.stage} stage, not of {self.name}",
+                where=str(self.folder),
+                hint="choose another output",
+            )
         if record is not None and record.fingerprint == plain:
             self._earlier = record.seconds
             if record.complete:

@@ -8,6 +8,7 @@ the command, what was measured is kept and marked as incomplete, and the same co
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict, evolve, field, frozen
 
 from draftsmith.checkpoint.exported import CONFIG
-from draftsmith.errors import ServingError, UserError
+from draftsmith.errors import DataError, ServingError, UserError
 from draftsmith.evaluation.methods import MethodPlan, plan_methods, plan_servers
 from draftsmith.evaluation.metrics import Losslessness, RequestTimes
 from draftsmith.evaluation.prompts import ChatPrompt, encode, load_prompts, without_long_ones
@@ -175,7 +176,9 @@ def evaluate(
     about = provenance(command, job.verifier, _folders(job.methods), ENVIRONMENT)
     stage = Stage("evaluate", folder)
     if stage.begin(_fingerprint(job, about), overwrite=overwrite) == "complete":
-        return read_evaluation(folder)
+        # Without a file that can be read it is not complete: what the engines answered is kept beside it.
+        with contextlib.suppress(DataError):
+            return read_evaluation(folder)
     gc.enable()
     with sole_writer(folder):
         evaluation = _measure(job, about, console)
