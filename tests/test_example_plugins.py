@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,9 +79,12 @@ def test_medusa_heads_are_trained_with_somebody_elses_loss_and_exported(outsider
     linted = outsider.draftsmith("lint", str(checkpoint))
     assert linted.returncode == 0, linted.stdout
     assert "0 errors, 0 warnings" in linted.stdout
-    # Somebody who has neither package is told what to install.
-    alone = outsider.run("-m", "draftsmith", "--no-plugin", "medusa", "lint", str(checkpoint))
-    assert "pip install draftsmith-medusa" in alone.stdout + alone.stderr
+    # Somebody who has neither package, as this environment, is told what to install; who switched it off, that.
+    lint = ("-m", "draftsmith", "lint", str(checkpoint))
+    without = subprocess.run([sys.executable, *lint], capture_output=True, text=True, check=False)
+    assert "pip install draftsmith-medusa" in without.stdout
+    off = outsider.run(*lint, "--no-plugin", "medusa")
+    assert "draftsmith-medusa 0.1.0 is switched off: by --no-plugin medusa" in off.stdout
 
 
 @pytest.mark.vllm
