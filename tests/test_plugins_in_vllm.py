@@ -69,11 +69,11 @@ from draftsmith_toy import plugin
 @hookimpl
 def draftsmith_algorithms():
     (toy,) = plugin.draftsmith_algorithms()
-    return [evolve(toy, name="rival", vllm_registration="draftsmith_rival:register")]
+    return [evolve(toy, name="rival", vllm_network=None, vllm_registration="draftsmith_rival:register")]
 
 def register():
     from vllm import ModelRegistry
-    ModelRegistry.register_model("ToyDraftModel", "draftsmith_rival.network:Rival")
+    ModelRegistry.register_model("draftsmith_toy.network:ServedToy", "draftsmith_rival.network:Rival")
 """,
 }
 #: What any of vLLM's processes does first; and then, which networks it has.
@@ -81,7 +81,7 @@ PROCESS = """
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm import ModelRegistry
-print([each in ModelRegistry.models for each in ("ToyDraftModel", "LlamaForCausalLM")])
+print([each in ModelRegistry.models for each in ("draftsmith_toy.network:ServedToy", "LlamaForCausalLM")])
 """
 
 
@@ -101,9 +101,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outsider, Path]:
     package = folder / "draftsmith-toy"
     shutil.copytree(EXAMPLES / "draftsmith-toy", package, ignore=shutil.ignore_patterns("__pycache__"))
     network = package / "src" / "draftsmith_toy" / "network.py"
-    source, call = network.read_text(encoding="utf-8"), "self.model.cell(embedded, hidden_states)"
-    assert source.count(call) == 1
-    network.write_text(source.replace(call, "int('sabotaged')"), encoding="utf-8")
+    with open(network, "a", encoding="utf-8") as file:
+        file.write("\n    def forward(self, input_ids, positions, hidden_states, inputs_embeds=None):\n")
+        file.write("        return int('sabotaged')\n")
     environment = Outsider(folder)
     environment.install(package, write_package(folder, "leaky", LEAKY))
     make_tiny_verifier(folder / "verifier")
@@ -166,8 +166,8 @@ def test_a_name_of_vllms_that_two_plugins_register_is_neithers(tmp_path: Path) -
     done = outsider.run("-c", PROCESS)
     assert done.stdout.splitlines()[-1] == "[False, True]", done.stdout + done.stderr
     assert (
-        "the model architecture of vLLM 'ToyDraftModel' is claimed by plugin 'rival' of draftsmith-rival 0.2 and "
-        "plugin 'toy' of draftsmith-toy 0.1.0" in done.stderr
+        "the model architecture of vLLM 'draftsmith_toy.network:ServedToy' is claimed by plugin 'rival' of "
+        "draftsmith-rival 0.2 and plugin 'toy' of draftsmith-toy 0.1.0" in done.stderr
     )
     assert "DRAFTSMITH_DISABLE_PLUGINS=rival" in done.stderr
     without = outsider.run("-c", f"import os; os.environ['DRAFTSMITH_DISABLE_PLUGINS'] = 'rival'\n{PROCESS}")
