@@ -66,9 +66,9 @@ def begin(registry: PluginRegistry, name: str, kind: str, folder: Path | None) -
     """
     from draftsmith.errors import UserError
     from draftsmith.plugins.manager import distribution_of
-    from draftsmith.plugins.scaffold import placeholders, write_package
+    from draftsmith.plugins.scaffold import check_name, write_package
 
-    placeholders(name, kind)  # a name that none can have is not told to be taken
+    check_name(name)  # a name that none can have is not told to be taken
     catalog = next(registry.catalog(each) for each in FACETS if each.kind == kind)
     if name in catalog:
         raise UserError(

@@ -16,7 +16,7 @@ from draftsmith.api import API_MAJOR, PROJECT_NAME
 from draftsmith.errors import OutputError, UserError
 from draftsmith.plugins.discovery import normalize
 
-__all__ = ["KINDS", "placeholders", "write_package"]
+__all__ = ["KINDS", "check_name", "placeholders", "write_package"]
 
 #: Kinds of plugins that can be begun from a template.
 KINDS = ("algorithm", "loss", "mask", "transport")
@@ -25,11 +25,9 @@ _TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
 
-def placeholders(name: str, kind: str) -> dict[str, str]:
-    """Placeholder → text, for a plugin of that name.
-
-    Raises:
-        UserError: no plugin can be named so.
+def check_name(name: str) -> None:
+    """Raises:
+    UserError: no plugin can be named so.
     """
     if not _NAME.fullmatch(name):
         raise UserError(
@@ -41,6 +39,15 @@ def placeholders(name: str, kind: str) -> dict[str, str]:
             f"{name!r} is the name of a distribution",
             hint=f"leave {PROJECT_NAME!r} away: the package that is written will have it",
         )
+
+
+def placeholders(name: str, kind: str) -> dict[str, str]:
+    """Placeholder → text, for a plugin of that name.
+
+    Raises:
+        UserError: no plugin can be named so.
+    """
+    check_name(name)
     words = re.split("[-_]", name)
     return {
         "@NAME@": name,

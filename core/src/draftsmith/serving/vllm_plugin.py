@@ -66,7 +66,7 @@ def register() -> None:
                 continue
             try:
                 with _claimed_by(provider):
-                    _register(algorithm, reference, registry)
+                    _register(algorithm, reference, provider, registry)
                 _done.add(reference)
             except Exception:
                 log.exception(
@@ -76,11 +76,11 @@ def register() -> None:
         log.error("%s", conflict)
 
 
-def _register(algorithm: Algorithm, reference: str, registry: PluginRegistry) -> None:
+def _register(algorithm: Algorithm, reference: str, provider: Provider, registry: PluginRegistry) -> None:
     from draftsmith.plugins import load_reference
 
     if reference == algorithm.vllm_registration:
-        load_reference(reference, provider=registry.algorithms.provider(algorithm.name))()
+        load_reference(reference, provider=provider)()
         return
     types = registry.schemas.get(algorithm.schema).speculators_types
     register_network(reference, types, algorithm.vllm_methods[0])
