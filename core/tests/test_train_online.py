@@ -35,7 +35,7 @@ from draftsmith.errors import (
 from draftsmith.pipeline import run_all
 from draftsmith.testing.training import assert_same_training
 from draftsmith.testing.verifiers import make_tiny_verifier
-from draftsmith.train import online_setup
+from draftsmith.train import online, online_setup
 from draftsmith.train.online import verdict
 from draftsmith.train.online_setup import check_room
 from draftsmith.train.run import run_train, train_fingerprint
@@ -307,22 +307,41 @@ def test_the_last_line_says_what_would_make_it_faster(trainer, capture, advice):
     assert advice in verdict(trainer, capture)
 
 
-def test_a_store_that_loses_all_is_told_once_and_filled_at_once(offline, make, monkeypatch):
-    """As one that was started anew: whatever waited there is gone."""
+def calm(reader):
+    """The complete samples, when no more come and none goes: everything that was asked for is there."""
+    deadline = time.monotonic() + 60
+    before = None
+    while (names := set(reader.complete_ids())) != before:
+        assert time.monotonic() < deadline
+        before = names
+        time.sleep(0.5)
+    return names
+
+
+@pytest.mark.parametrize("read_meanwhile", [False, True])
+def test_a_store_that_loses_all_is_told_once_and_filled_at_once(offline, make, monkeypatch, read_meanwhile):
+    """As one that was started anew: whatever waited there is gone. The other stream may read what it has by then."""
     from draftsmith_tiny import transport
 
     run, text = make("online.ahead=12", "online.in_flight=12"), io.StringIO()
     get, reads, lost = transport.FilesReader.get, iter(range(10**9)), []
+    look_for_others = online.OnlineStates._look_for_others
 
     def losing_all(self, sample_id, **named):
         if next(reads) in (15, 60):
-            names = self.complete_ids()
+            names = calm(self)
             lost.append(len(names))
             for name in names:
                 self.delete(name)
         return get(self, sample_id, **named)
 
+    def look_while_the_other_stream_reads(self, stream):
+        if read_meanwhile:
+            self._capture.used(online._Ticket(rows_of(run)[0], "of the other stream", None))
+        look_for_others(self, stream)
+
     monkeypatch.setattr(transport.FilesReader, "get", losing_all)
+    monkeypatch.setattr(online.OnlineStates, "_look_for_others", look_while_the_other_stream_reads)
     record = run_train(run, Console(file=text, width=300))
     same_as_offline(offline, run)
     assert sum(lost) > 4

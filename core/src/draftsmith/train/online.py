@@ -160,7 +160,8 @@ class OnlineCapture:
         self._in_flight: set[Future[Answer]] = set()
         self._unread: set[str] = set()
         self._began = (0.0, 0.0)
-        self._lost = 0
+        self._lost = 0  # since all was there
+        self._lost_unread = 0  # of these, samples that were asked for again and not read since
 
     # --- opening and closing ------------------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class OnlineCapture:
         for stream in streams:
             stream.join()
         if self._lost and error is None:
-            self._tell_recovered()
+            self._tell_recovered(at_end=True)
         self._clear(failed=error is not None)
 
     def _take_place(self) -> None:
@@ -287,8 +288,14 @@ class OnlineCapture:
         """A sample was read, and is whole."""
         if self.keep:
             self._stored.add(ticket.sample_id)
-        if self._lost and ticket.attempt == 1:  # what was lost at one time is behind us
+        self._read_or_refused(ticket)
+        if self._lost and ticket.attempt == 1:
             self._tell_recovered()
+
+    def _read_or_refused(self, ticket: _Ticket) -> None:
+        if ticket.attempt > 1:
+            with self._lock:
+                self._lost_unread -= 1
 
     def deleted(self, sample_id: str) -> None:
         """A sample is no longer in the transport."""
@@ -305,21 +312,29 @@ class OnlineCapture:
         with self._lock:
             self.counts.regenerated += 1
             self._lost += 1
+            self._lost_unread += ticket.attempt == 1
             is_first = self._lost == 1
         if is_first and error is not None:
             self._say(f"hidden states were lost ({error.what}); what is lost is captured again")
         return self.ask(ticket.row, ticket.attempt + 1)
 
-    def _tell_recovered(self) -> None:
-        self._say(f"{self._lost} lost sample{'s were' if self._lost > 1 else ' was'} captured again")
-        self._lost = 0
+    def _tell_recovered(self, *, at_end: bool = False) -> None:
+        """Say how many were lost at one time, unless the training's stream or the validation's still lacks some."""
+        with self._lock:
+            if self._lost_unread and not at_end:
+                return
+            lost, self._lost = self._lost, 0
+        if lost:
+            self._say(f"{lost} lost sample{'s were' if lost > 1 else ' was'} captured again")
 
-    def refuse(self, row: PreparedRow, reason: str) -> SampleRefused:
+    def refuse(self, ticket: _Ticket, reason: str) -> SampleRefused:
         """The error to raise for a row whose states are not finite.
 
         Raises:
             NumericsError: there are more of these than ``capture.refused_share`` allows.
         """
+        self._read_or_refused(ticket)
+        row = ticket.row
         self.refused[row.sample_id] = reason
         count = len(self.refused)
         if count / self._rows > self._refused_share or count == self._rows:
@@ -503,7 +518,7 @@ class OnlineStates:
         capture = self._capture
         while True:
             if ticket.answer is not None and (reason := stream.wait(ticket.answer).refused) is not None:
-                raise capture.refuse(ticket.row, reason)
+                raise capture.refuse(ticket, reason)
             try:
                 sample = self._read(ticket)
             except SampleError as error:
