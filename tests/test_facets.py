@@ -95,22 +95,60 @@ def test_any_mask_trains_an_algorithm_or_is_refused_in_words(case: AlgorithmCase
     assert changed
 
 
+def write_recipe(folder: Path, algorithm: str) -> Path:
+    (folder / "chats.jsonl").touch()
+    recipe = {
+        "verifier": str(make_tiny_verifier(folder / "verifier")),
+        "output": str(folder / "run"),
+        "algorithm": algorithm,
+        "transport": "hs_file",
+        "data": {"sources": [str(folder / "chats.jsonl")]},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
 def test_checking_a_recipe_asks_the_algorithm_about_the_mask(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "chats.jsonl").touch()
-    recipe = {
-        "verifier": str(make_tiny_verifier(tmp_path / "verifier")),
-        "output": str(tmp_path / "run"),
-        "algorithm": "dflash",
-        "transport": "hs_file",
-        "data": {"sources": [str(tmp_path / "chats.jsonl")]},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    path = write_recipe(tmp_path, "dflash")
     assert main(["run", str(path), "--check"]) == 0
     assert "nothing wrong" in capsys.readouterr().out
     assert main(["run", str(path), "--check", "--set", "mask=chained"]) == 2
     refused = capsys.readouterr()
     assert "error: mask: the mask Chained shows blocks the features of their own anchor or later" in refused.err
     assert "nothing wrong" not in refused.out
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "mask", "warned"),
+    [
+        ("eagle3", [], "chained", False),
+        ("eagle3", [], "causal", True),
+        ("eagle3", ["ttt_steps=1"], "causal", False),
+        ("peagle", [], "causal", True),
+        ("dflash", [], "step_by_step", True),
+        (
+            "dspark",
+            ["num_layers=1", "sliding_window=8", "full_attention_indices=[]", "sliding_window_non_causal=false"],
+            "anchored_causal",
+            False,
+        ),
+    ],
+)
+def test_a_mask_that_is_not_served_is_told_before_anything_is_made(
+    tmp_path: Path,
+    algorithm: str,
+    options: list[str],
+    mask: str,
+    warned: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write_recipe(tmp_path, algorithm)
+    sets = [f"mask={mask}", *(f"algorithm.options.{each}" for each in options)]
+    assert main(["run", str(path), "--check", *(word for each in sets for word in ("--set", each))]) == 0
+    printed = capsys.readouterr().out
+    assert ("warning: mask: this draft is trained with the mask" in printed) is warned
+    assert (f"`{mask}`; vLLM serves drafts of {algorithm} with what `" in printed) is warned
+    assert not (tmp_path / "run").exists()

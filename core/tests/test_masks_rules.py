@@ -20,6 +20,7 @@ from draftsmith.masks.forms import (
 from draftsmith.masks.rules import Anchored, AnchoredCausal, Causal, Chained
 from draftsmith.testing.builtin import AnchoredCausalCheck, AnchoredCheck, CausalCheck
 from draftsmith.testing.check import MaskCheck
+from draftsmith.train.served_mask import same_in_effect
 
 
 class TestChained(MaskCheck):
@@ -166,3 +167,43 @@ def test_registered_under_their_names() -> None:
         "anchored": "Anchored",
         "anchored_causal": "AnchoredCausal",
     }
+
+
+class SameChain(MaskRule):
+    """Chained in other words."""
+
+    def __call__(self, query, key):
+        before = (key.index - query.index) * (key.step == 0) <= 0
+        own = (key.step == 0) | ((key.index == query.index) & (key.step <= query.step))
+        seen = (query.document == key.document) & (key.document >= 0) & before & own
+        return seen if self.window is None else seen & (query.position - key.position < self.window)
+
+
+class Near(Chained):
+    """Chained, but nothing that lies more than 60 rows behind."""
+
+    def __call__(self, query, key):
+        return super().__call__(query, key) & (key.index > query.index - 60)
+
+
+@pytest.mark.parametrize(
+    ("rule", "served", "tokens", "same"),
+    [
+        (SameChain(), Chained(), 3, True),
+        (SameChain(4), Chained(4), 3, True),
+        (SameChain(4), Chained(), 3, False),
+        (Causal(), Chained(), 3, False),
+        (Causal(), Chained(), 1, True),  # what is drafted once is never seen
+        (Near(), Chained(), 3, False),
+        (Chained(60), Chained(), 3, False),
+        (Anchored(), AnchoredCausal(), 3, False),
+        (Chained(), Anchored(), 3, False),
+        (type("Mine", (AnchoredCausal,), {})(), AnchoredCausal(), 3, True),
+    ],
+)
+def test_masks_are_told_apart_by_what_they_show(rule: MaskRule, served: MaskRule, tokens: int, same: bool) -> None:
+    assert same_in_effect(rule, served, tokens=tokens, length=100) is same
+
+
+def test_a_reach_that_no_row_has_is_no_difference() -> None:
+    assert same_in_effect(Near(), Chained(), tokens=3, length=60)

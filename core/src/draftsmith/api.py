@@ -327,6 +327,10 @@ def _no_window(options: Any) -> int | None:
     return None
 
 
+def _not_said(options: Any) -> str | None:
+    return None
+
+
 @frozen(kw_only=True)
 class Algorithm(Item):
     """The bundle that makes "by name" work.
@@ -348,6 +352,9 @@ class Algorithm(Item):
             ``--explain`` and in the model card. Asked once ``check`` finds nothing; torch-free.
         max_speculative_tokens: ``options -> K``, the number of tokens that the trained draft may serve.
         window: ``options -> W`` of the mask rule, or None (the default): no window.
+        served_mask: ``options ->`` the name of the mask by which vLLM serves its drafts, whatever they are trained
+            with. A recipe's mask that shows a query anything else is trained all the same; it is told before anything
+            is made, and in the model card. None (the default): not said.
         vllm_methods: the methods of vLLM's ``speculative_config`` that its drafts are served by; a vLLM must have them
             all. ``draftsmith doctor`` compares them with what is installed. Empty (the default): not said.
         full_vocabulary: the draft proposes every token of the verifier's; a recipe that reduces it is refused.
@@ -372,6 +379,7 @@ class Algorithm(Item):
     loss_options: Mapping[str, Any] = field(factory=dict)
     reduction: Literal["masked_mean", "weighted_mean", "local_mean"] = "masked_mean"
     window: Callable[[Any], int | None] = _no_window
+    served_mask: Callable[[Any], str | None] = _not_said
     full_vocabulary: bool = False
     vllm_registration: str | None = None
     vllm_methods: tuple[str, ...] = ()

@@ -116,7 +116,7 @@ def run_all(
     # Within what tells the other processes: they are to hear of the plugin too.
     with _together(run), naming_plugins():
         if {"prepare", *_TRAINED_ON} & set(wanted):
-            check_attention(run)
+            check_attention(run, console if is_first_rank() else None)
         if {"prepare", "train"} <= set(wanted):
             check_transport(run)
         if is_first_rank():
@@ -214,10 +214,11 @@ def _run_stages(
     return records
 
 
-def check_attention(run: ResolvedRun) -> None:
+def check_attention(run: ResolvedRun, console: Console | None) -> None:
     """Whether the algorithm can use the mask and the form of attention that the recipe chooses.
 
-    Known before anything is made. The rule itself is asked, which takes torch; the defaults need no asking.
+    Known before anything is made, as is a mask that vLLM does not serve by: *console* is told of it. The rule itself
+    is asked, which takes torch; the defaults need no asking.
 
     Raises:
         ConfigError: it cannot, and why.
@@ -226,10 +227,14 @@ def check_attention(run: ResolvedRun) -> None:
     if run.mask.name == run.algorithm.mask and form == "auto":
         return
     from draftsmith.interfaces import DraftAlgorithm
+    from draftsmith.train.served_mask import mask_remark
     from draftsmith.train.setup import build_mask
 
     implementation: type[DraftAlgorithm] = load_reference(run.algorithm.implementation, expected=DraftAlgorithm)
     implementation.check_attention(run.algorithm_options, build_mask(run), form)
+    remark = mask_remark(run)
+    if remark is not None and console is not None:
+        console.print(f"warning: mask: {remark}", markup=False, highlight=False, soft_wrap=True)
 
 
 def check_transport(run: ResolvedRun) -> None:

@@ -45,6 +45,10 @@ def test_from_conversations_to_a_head_without_a_finding(
 ) -> None:
     path = recipe(home, tmp_path / "out", options, **more)
     run_stages(path, capsys)
+    told = f"trained with the mask `{more.get('mask')}`; vLLM serves drafts of mtp with what `chained` shows"
+    printed = capsys.readouterr().out
+    assert printed.count("warning: mask: ") == printed.count(told) == (3 if more else 0)  # prepare, capture and train
+    assert (told in (tmp_path / "out" / "checkpoint" / "README.md").read_text(encoding="utf-8")) is bool(more)
     assert main(["lint", str(tmp_path / "out" / "checkpoint")]) == 0
     assert "0 errors, 0 warnings" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "out" / "training" / "metrics.jsonl").read_text().splitlines()]

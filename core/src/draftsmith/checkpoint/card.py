@@ -64,12 +64,20 @@ def _serving_notes(plan: ServingPlan) -> Iterator[str]:
     yield from plan.notes
 
 
-def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Mapping[str, Mapping[str, Any]]) -> str:
+def model_card(
+    run: ResolvedRun,
+    plan: ServingPlan,
+    verifier: str,
+    summaries: Mapping[str, Mapping[str, Any]],
+    *,
+    mask_remark: str | None = None,
+) -> str:
     """README.md of the run's checkpoint.
 
     Args:
         verifier: name or path as written into the checkpoint.
         summaries: stage → its recorded figures, for those of the stages before the export.
+        mask_remark: what to know where it was trained with another mask than vLLM serves it by.
     """
     recipe = run.resolved_recipe()
     options = {**recipe["algorithm"]["options"], **run.derived}
@@ -91,6 +99,7 @@ def model_card(run: ResolvedRun, plan: ServingPlan, verifier: str, summaries: Ma
         "",
         *_how_to_serve(plan, verifier),
         "",
+        *([f"{mask_remark[0].upper()}{mask_remark[1:]}.", ""] if mask_remark else []),
         _BEGIN,
         _END,
         "",

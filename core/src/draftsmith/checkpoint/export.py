@@ -29,6 +29,7 @@ from draftsmith.stages import (
     write_tensors_atomically,
     write_text_atomically,
 )
+from draftsmith.train.served_mask import mask_remark
 from draftsmith.train.setup import build_algorithm, build_draft
 from draftsmith.verifier_weights import load_verifier_weights
 
@@ -86,7 +87,8 @@ def run_export(run: ResolvedRun, console: Console | None = None, *, overwrite: b
     with _written_aside(folder) as aside:
         config, tensors = write_export(aside, format_, model, context, own_notes(run, step))
         plan = format_.serving(config)
-        write_text_atomically(aside / CARD, model_card(run, plan, context.verifier_name, _summaries(run)))
+        card = model_card(run, plan, context.verifier_name, _summaries(run), mask_remark=mask_remark(run))
+        write_text_atomically(aside / CARD, card)
         _check(aside, run, plan, console)
     record = stage.finish(
         {

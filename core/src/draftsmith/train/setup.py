@@ -79,9 +79,9 @@ def build_algorithm(
     return algorithm
 
 
-def build_mask(run: ResolvedRun) -> MaskRule:
-    """The run's mask rule, with the window that the algorithm's options ask for."""
-    implementation = load_reference(run.mask.implementation, expected=MaskRule)
+def build_mask(run: ResolvedRun, item: api.Mask | None = None) -> MaskRule:
+    """The run's mask rule, or that of *item*, with the window that the algorithm's options ask for."""
+    implementation = load_reference((item or run.mask).implementation, expected=MaskRule)
     mask: MaskRule = implementation(window=check_window(run.algorithm, run.algorithm_options))
     return mask
 

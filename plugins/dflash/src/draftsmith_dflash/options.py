@@ -31,6 +31,7 @@ __all__ = [
     "max_speculative_tokens",
     "position_gamma",
     "requirements",
+    "served_mask",
 ]
 
 #: ``bonus_anchor``: the anchor's own row predicts nothing, rows 1 … B-1 predict the tokens at their own positions.
@@ -179,6 +180,11 @@ def layer_attention(options: BlockOptions) -> tuple[LayerAttention, ...]:
     sliding = LayerAttention(options.sliding_window, causal=not options.sliding_window_non_causal)
     full = LayerAttention(None, causal=False)
     return tuple(sliding if _slides(options, index) else full for index in range(options.num_layers))
+
+
+def served_mask(options: BlockOptions) -> str:
+    """The rule by which vLLM serves the layers; where they differ, that of those that see their whole block."""
+    return "anchored_causal" if all(layer.causal for layer in layer_attention(options)) else "anchored"
 
 
 def _slides(options: BlockOptions, layer: int) -> bool:

@@ -13,6 +13,7 @@ from draftsmith_dflash.options import (
     derived,
     max_speculative_tokens,
     requirements,
+    served_mask,
 )
 
 
@@ -61,5 +62,6 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             max_speculative_tokens=max_speculative_tokens,
             vllm_methods=("dflash",),
             window=lambda options: options.sliding_window,
+            served_mask=served_mask,
         )
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
-from draftsmith_dflash.options import derived, requirements
+from draftsmith_dflash.options import derived, requirements, served_mask
 from draftsmith_dspark.options import DSparkOptions, check, check_data, max_speculative_tokens, notes
 
 
@@ -59,5 +59,6 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             max_speculative_tokens=max_speculative_tokens,
             vllm_methods=("dspark",),
             window=lambda options: options.sliding_window,
+            served_mask=served_mask,
         )
     ]

@@ -54,5 +54,6 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             max_speculative_tokens=max_speculative_tokens,
             vllm_methods=("eagle3",),
             window=lambda options: options.sliding_window,
+            served_mask=lambda options: "chained",
         )
     ]

@@ -66,6 +66,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             check_data=check_data,
             max_speculative_tokens=max_speculative_tokens,
             vllm_methods=("mtp",),
+            served_mask=lambda options: "chained",
         )
     ]
 
