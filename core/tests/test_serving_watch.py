@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from draftsmith.cli import main
 from draftsmith.cli.watch import _teller
-from draftsmith.errors import ServingError, UserError
+from draftsmith.errors import DataError, ServingError, UserError
 from draftsmith.evaluation.results import write_evaluation
 from draftsmith.serving import counters as counters_module
 from draftsmith.serving.counters import Reading, metrics_address, parse_metrics, read_metrics
@@ -186,6 +186,37 @@ def test_the_evaluation_of_the_nearest_load_counts():
         assert found is not None
         assert found.concurrency == concurrency
     assert nearest([], 3) is None
+
+
+def test_an_evaluation_without_a_limit_tells_what_is_accepted_and_no_cost():
+    evaluation = attrs.evolve(sample_evaluation(), settings={"checkpoint": "out/checkpoint", "concurrency": None})
+    found = expectation(evaluation)
+    assert (found.concurrency, found.break_even) == (None, None)
+    (alarm,) = alarms(sampled(found.acceptance_length / 2), [found], 0.1)
+    assert alarm.kind == "acceptance"
+    limited = attrs.evolve(found, concurrency=4)
+    assert nearest([found, limited], 1000) is limited
+    wrong = attrs.evolve(evaluation, settings={"checkpoint": "out/checkpoint", "concurrency": "many"})
+    with pytest.raises(DataError, match="the concurrency 'many', which is no number"):
+        expectation(wrong)
+
+
+def test_the_command_says_what_is_held_against_an_evaluation_without_a_limit(serve, tmp_path, capsys):
+    settings = {"checkpoint": "out/checkpoint", "concurrency": None}
+    write_evaluation(tmp_path / "it", attrs.evolve(sample_evaluation(), settings=settings))
+    exposition = Exposition()
+    main(
+        [
+            "watch",
+            serve(lambda: (200, exposition.text())),
+            "--once",
+            "--every",
+            "0.1",
+            "--evaluation",
+            str(tmp_path / "it"),
+        ]
+    )
+    assert "requests at once were not limited: what is accepted is held against it" in capsys.readouterr().err
 
 
 def test_what_an_evaluation_leads_to_expect():

@@ -112,6 +112,11 @@ def _expectations(folders: Sequence[Path]) -> list[Expectation]:
             raise DataError(
                 "vLLM's acceptance of the checkpoint was not measured", where=str(folder), hint="evaluate it in vLLM"
             )
+        if expected.concurrency is None:
+            common.note(
+                f"{folder}: requests at once were not limited: what is accepted is held against it, "
+                "not what rounds cost"
+            )
         found.append(expected)
     if len({each.concurrency for each in found}) < len(found):
         raise UserError("two evaluations of one concurrency", where="--evaluation", hint="name one for each")

@@ -7,12 +7,14 @@ evaluation holds for its own concurrency; of several the one nearest to the pres
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from attrs import asdict, frozen
 
+from draftsmith.errors import DataError
 from draftsmith.evaluation.metrics import (
     acceptance_length,
     acceptance_per_position,
@@ -61,12 +63,13 @@ class Expectation:
     Attributes:
         acceptance_length: of the checkpoint.
         break_even: acceptance length at which a round gains what it costs; None where no speed-up was measured.
-        concurrency: requests at once.
+        concurrency: requests at once; None where their number was not limited. What a round costs is then of no one
+            load, and what is accepted is of any.
     """
 
     acceptance_length: float
     break_even: float | None
-    concurrency: int
+    concurrency: int | None
 
 
 @frozen(kw_only=True)
@@ -132,7 +135,11 @@ def _mean(total: float, count: float) -> float | None:
 
 
 def expectation(evaluation: Evaluation, method: str | None = None) -> Expectation | None:
-    """What the evaluation says of its checkpoint (or of another *method*); None where it measured no acceptance."""
+    """What the evaluation says of its checkpoint (or of another *method*); None where it measured no acceptance.
+
+    Raises:
+        DataError: its concurrency is neither a number nor None.
+    """
     chosen = evaluation.method(method or str(evaluation.settings.get("checkpoint")))
     if chosen is None:
         return None
@@ -140,19 +147,30 @@ def expectation(evaluation: Evaluation, method: str | None = None) -> Expectatio
     length, cost = found["acceptance_length"], found["round_cost"]
     if length is None:
         return None
+    concurrency = evaluation.settings.get("concurrency", 1)
+    if concurrency is not None and (isinstance(concurrency, bool) or not isinstance(concurrency, int)):
+        raise DataError(
+            f"its settings have the concurrency {concurrency!r}, which is no number of requests at once",
+            hint="evaluate again",
+        )
     return Expectation(
         acceptance_length=length,
-        break_even=None if cost is None else cost.median,
-        concurrency=int(evaluation.settings.get("concurrency", 1)),
+        break_even=None if cost is None or concurrency is None else cost.median,
+        concurrency=concurrency,
     )
 
 
 def nearest(expectations: Sequence[Expectation], running: int) -> Expectation | None:
-    """The expectation whose concurrency is nearest to the present load, by ratio."""
+    """The expectation whose concurrency is nearest to the present load, by ratio; one of no limit where there is no
+    other."""
     load = max(running, 1)
-    return min(
-        expectations, key=lambda each: max(each.concurrency / load, load / max(each.concurrency, 1)), default=None
-    )
+
+    def distance(each: Expectation) -> float:
+        if each.concurrency is None:
+            return math.inf
+        return max(each.concurrency / load, load / max(each.concurrency, 1))
+
+    return min(expectations, key=distance, default=None)
 
 
 def alarms(sample: Sample, expectations: Sequence[Expectation], below: float) -> Iterator[Alarm]:
@@ -172,7 +190,7 @@ def alarms(sample: Sample, expectations: Sequence[Expectation], below: float) ->
             hint=_fewer_tokens(sample)
             + "are these other prompts than it was trained on? Evaluate with them, and train on such answers",
         )
-    covered = sample.running <= FAR * expected.concurrency
+    covered = expected.concurrency is not None and sample.running <= FAR * expected.concurrency
     if expected.break_even is not None and covered and length < expected.break_even:
         yield Alarm(
             kind="load",
