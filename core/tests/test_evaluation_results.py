@@ -116,6 +116,18 @@ def test_the_csv_has_a_line_for_each_method_and_category(evaluation):
     assert rows[6]["reason"] == "arctic-inference is not installed"
 
 
+@pytest.mark.parametrize("begin", ["=1+1", "+1", "-1", "@sum(a)", "\tx", "\rx"])
+def test_no_cell_of_text_is_a_formula(begin):
+    evaluation = sample_evaluation(begin)
+    methods = [attrs.evolve(each, name=f"{begin} {each.name}", reason=begin) for each in evaluation.methods]
+    rows = list(csv.DictReader(io.StringIO(as_csv(attrs.evolve(evaluation, methods=tuple(methods))), newline="")))
+    assert {row["method"] for row in rows} == {f"'{each.name}" for each in methods}
+    assert {row["reason"] for row in rows} == {f"'{begin}"}
+    assert {row["category"] for row in rows} == {"all", "coding", f"'{begin}"}
+    plain = list(csv.DictReader(io.StringIO(as_csv(sample_evaluation()))))
+    assert not any(cell.startswith("'") for row in plain for cell in row.values())
+
+
 def test_a_file_that_is_no_evaluation_is_refused(evaluation, tmp_path):
     with pytest.raises(DataError, match="there is no evaluation"):
         read_evaluation(tmp_path)

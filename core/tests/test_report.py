@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from draftsmith.cli import main
 from draftsmith.errors import DataError
-from draftsmith.evaluation.results import write_evaluation
+from draftsmith.evaluation.results import read_evaluation, write_evaluation
 from draftsmith.report.build import build_report
 from draftsmith.report.charts import Bar, Series, bars, lines, thinned, ticks
 from draftsmith.stages import RunFolders, Stage
@@ -203,6 +203,15 @@ def test_a_damaged_line_of_metrics_is_passed_over(run_folder):
 def test_the_working_directory_has_a_name(evaluation_folder, monkeypatch):
     monkeypatch.chdir(evaluation_folder)
     assert build_report([Path()]) == build_report([evaluation_folder])
+
+
+def test_half_of_a_surrogate_pair_is_shown_as_its_escape(tmp_path):
+    evaluation = sample_evaluation("\ud83d chat")
+    write_evaluation(tmp_path / "it", evaluation)
+    assert read_evaluation(tmp_path / "it") == evaluation
+    assert main(["report", str(tmp_path / "it"), "--output", str(tmp_path / "it.html")]) == 0
+    assert "\\ud83d chat" in (tmp_path / "it.html").read_text(encoding="utf-8")
+    assert "\\ud83d chat" in (tmp_path / "it" / "evaluation.csv").read_text(encoding="utf-8")
 
 
 def test_the_command_writes_it(evaluation_folder, tmp_path, capsys):

@@ -59,7 +59,7 @@ STAGES = ("prepare", "capture", "train", "export", "verify")
 def digest(value: Any) -> str:
     """32 hex digits over the canonical JSON of *value* (sorted keys, no spaces)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
 
 
 def write_json_atomically(path: Path, value: Any) -> None:
@@ -68,9 +68,12 @@ def write_json_atomically(path: Path, value: Any) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write *text* as :func:`atomically` does, with its errors."""
+    """Write *text* as :func:`atomically` does, with its errors.
+
+    Half of a surrogate pair, as JSON may hold, is no Unicode: it is written as its escape, which JSON reads back.
+    """
     with atomically(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
 
 
 def write_tensors_atomically(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import sys
 import threading
@@ -49,6 +50,8 @@ def _leave(code: int) -> NoReturn:
 
 def _main(arguments: Sequence[str]) -> int:
     given = list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: what cannot be shown stops no command
     collecting = gc.isenabled()
     # Imports make many objects and no garbage: looking for some costs a tenth of the time to an answer.
     # Commands switch collection on again before anything long begins.

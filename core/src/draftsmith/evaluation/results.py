@@ -149,7 +149,8 @@ class Method:
 
     Attributes:
         name: as it was asked for, such as ``none`` or the folder of a draft; unique in an evaluation.
-        status: ``measured``, ``simulated``, ``incomplete`` (some repetitions are there) or ``unavailable``.
+        status: ``measured``, ``simulated``, ``incomplete`` (repetitions are missing; all of them, where its engine
+            was killed in the first) or ``unavailable`` (it cannot be measured here).
         reason: why a method is incomplete or unavailable.
         num_speculative_tokens: K; 0 for none.
         speculative_config: as the engine was given it.
@@ -403,7 +404,8 @@ ALL = "all"
 def as_csv(evaluation: Evaluation) -> str:
     """One line for each method over all prompts, and one for each of its categories where there are several.
 
-    Shares by position stand in one cell, separated by blanks; what was not measured is empty.
+    Shares by position stand in one cell, separated by blanks; what was not measured is empty. Text that a spreadsheet
+    would take for a formula has an apostrophe before it.
     """
     text = io.StringIO()
     # Lines end as RFC 4180 has them: with a line feed alone, csv leaves a carriage return in a name unquoted.
@@ -422,15 +424,19 @@ def _csv_rows(evaluation: Evaluation) -> Iterable[dict[str, Any]]:
         for category in categories if method.repetitions else [None]:
             prompts = None if category is None else evaluation.of_category(category)
             yield {
-                "method": method.name,
+                "method": _text_cell(method.name),
                 "status": method.status,
-                "reason": method.reason or "",
-                "category": ALL if category is None else category,
+                "reason": _text_cell(method.reason or ""),
+                "category": ALL if category is None else _text_cell(category),
                 "prompts": len(evaluation.prompts if prompts is None else prompts),
                 "num_speculative_tokens": method.num_speculative_tokens,
                 "repetitions": len(method.repetitions),
                 **_csv_cells(figures(method, baseline, prompts)),
             }
+
+
+def _text_cell(text: str) -> str:
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _csv_cells(values: Mapping[str, Any]) -> dict[str, Any]:
