@@ -48,7 +48,7 @@ from draftsmith.serving.counters import read_metrics
 from draftsmith.serving.schedule import NO_END, Step, read_plan
 from draftsmith.serving.serve import serve_command
 from draftsmith.serving.verifier_model import generate_greedily
-from draftsmith.serving.vllm_process import DraftCounters, EngineResult, running_server
+from draftsmith.serving.vllm_process import DraftCounters, EngineDied, EngineResult, running_server
 from draftsmith.stages import sole_writer, write_json_atomically
 from draftsmith.verifier import read_verifier
 
@@ -457,6 +457,22 @@ def test_a_method_that_fails_keeps_its_row_and_the_others_go_on(by_heart, prompt
     failed = found.method("ngram")
     assert (failed.status, failed.reason) == ("unavailable", "vLLM failed (engine: method-2-0): no such head")
     assert [each.status for each in found.methods] == ["measured", "measured", "unavailable"]
+
+
+def test_one_whose_engine_is_killed_at_once_is_incomplete(by_heart, prompts_file, tmp_path, engines, capsys):
+    engines(at_2=EngineDied("vLLM failed (engine: method-2-0): ended by signal 9 (out of memory?)\n    log"))
+    command = [
+        "evaluate", str(by_heart.folder), "--prompts", str(prompts_file), "--against", "none,ngram",
+        "--repetitions", "2", "--max-tokens", "2", "--output", str(tmp_path / "out"),
+    ]  # fmt: skip
+    assert main(command) == 1
+    found = read_evaluation(tmp_path / "out")
+    failed = found.method("ngram")
+    assert (failed.status, failed.repetitions) == ("incomplete", ())
+    assert failed.reason.startswith("0 of 2 repetitions; its engine died: vLLM failed (engine: method-2-0): ended by")
+    assert "ngram: incomplete: 0 of 2 repetitions" in " ".join(capsys.readouterr().out.split())
+    engines()
+    assert main(command) == 0
 
 
 def test_one_that_fails_later_is_incomplete(by_heart, prompts_file, registry, tmp_path, engines):

@@ -16,6 +16,7 @@ from draftsmith.serving import vllm_process
 from draftsmith.serving.vllm_child import _rounds, _summed, _times
 from draftsmith.serving.vllm_process import (
     DraftCounters,
+    EngineDied,
     EngineRequest,
     engine_arguments,
     error_from_log,
@@ -126,6 +127,26 @@ def test_results_that_are_there_are_not_computed_again(tmp_path, monkeypatch):
     # Another request is another file.
     assert vllm_process._digest(wanted) != vllm_process._digest(request("alone", model="/elsewhere"))
     assert vllm_process._digest(wanted) != vllm_process._digest(wanted, {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+
+
+@pytest.mark.parametrize(
+    ("end", "died"),
+    [
+        ("kill -9 $$", True),
+        ("echo \"RuntimeError: Failed core proc(s): {'EngineCore_DP0': -9}\"; exit 1", True),
+        ("echo \"RuntimeError: Failed core proc(s): {'EngineCore_DP0': 1}\"; exit 1", False),
+        ("echo 'ValueError: no such head'; exit 1", False),
+    ],
+)
+def test_an_engine_that_is_killed_is_told_from_one_that_fails(tmp_path, monkeypatch, end, died):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{end}\n", encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setattr(vllm_process.sys, "executable", str(python))
+    monkeypatch.setattr(vllm_process, "vllm_version", lambda: "0.32.0")
+    with pytest.raises(ServingError) as caught:
+        run_engines([request("method", model="x")], tmp_path / "out")
+    assert isinstance(caught.value, EngineDied) is died
 
 
 def test_without_vllm_it_says_what_to_install(tmp_path, monkeypatch):

@@ -43,6 +43,7 @@ from draftsmith.progress import stage_progress
 from draftsmith.serving.vllm_models import unsampled_here
 from draftsmith.serving.vllm_process import (
     DraftCounters,
+    EngineDied,
     EngineRequest,
     EngineResult,
     engine_arguments,
@@ -274,12 +275,20 @@ def _measure(job: _Job, about: Mapping[str, Any], console: Console | None) -> Ev
     settings, job = job.settings, _with_later_turns(job, console)
     measured: dict[str, list[Repetition]] = {each.name: [] for each in job.methods}
     reasons = {each.name: each.reason for each in job.methods}
+    died: set[str] = set()
     lossless: dict[str, Losslessness] = {}
     simulated: list[Method] = []
 
     def snapshot(*, complete: bool = False) -> Evaluation:
         methods = [
-            _method(each, measured[each.name], reasons[each.name], settings.repetitions, lossless.get(each.name))
+            _method(
+                each,
+                measured[each.name],
+                reasons[each.name],
+                settings.repetitions,
+                lossless.get(each.name),
+                died=each.name in died,
+            )
             for each in job.methods
         ]
         return Evaluation(
@@ -311,6 +320,8 @@ def _measure(job: _Job, about: Mapping[str, Any], console: Console | None) -> Ev
                 made, reasons[method.name] = _once(job, engines, method, repetition, report)
             except ServingError as error:
                 reasons[method.name] = error.what.splitlines()[0]
+                if isinstance(error, EngineDied):
+                    died.add(method.name)
             else:
                 if made.requests:
                     measured[method.name].append(made)
@@ -492,13 +503,17 @@ def _method(
     reason: str | None,
     wanted: int,
     losslessness: Losslessness | None,
+    *,
+    died: bool,
 ) -> Method:
+    """What came of a method. That its engine *died* says nothing of what this vLLM serves."""
     whole = sum(each.complete for each in repetitions)
     status = MEASURED if whole == wanted else INCOMPLETE
-    if reason is not None and not repetitions:
+    if reason is not None and not repetitions and not died:
         status = UNAVAILABLE
     elif status == INCOMPLETE:
-        reason = f"{whole} of {wanted} repetitions" + (f"; {reason}" if reason else "")
+        ending = f"; its engine died: {reason}" if died else f"; {reason}" if reason else ""
+        reason = f"{whole} of {wanted} repetitions{ending}"
     return Method(
         name=plan.name,
         status=status,

@@ -61,7 +61,7 @@ def _spread(value: Spread | None, factor: float = 1.0, digits: int = 1) -> str:
 
 def method_cells(method: Method, baseline: Method | None) -> list[str]:
     """One row under :data:`COLUMNS`; empty where nothing was measured."""
-    if method.status == UNAVAILABLE:
+    if not method.repetitions:
         return [method.name, "", "not measured", *[""] * (len(COLUMNS) - 3)]
     found = figures(method, baseline)
     length, rate, shares = (

