@@ -399,7 +399,7 @@ def test_the_module_runs(site):
     assert Path(sys.executable).exists()
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ELOOP])
 def test_what_the_system_refuses_is_for_the_user_to_mend(capsys, recipe, monkeypatch, number):
     def refuse(run, console, **more):
         raise OSError(number, os.strerror(number), "/there/file")
@@ -407,6 +407,13 @@ def test_what_the_system_refuses_is_for_the_user_to_mend(capsys, recipe, monkeyp
     monkeypatch.setattr("draftsmith.pipeline.run_all", refuse)
     message = problems(capsys, "prepare", recipe)
     assert "/there/file" in message
+    assert "should not happen" not in message
+
+
+@pytest.mark.parametrize("key", ["output", "verifier"])
+def test_a_name_that_is_too_long_is_for_the_user_to_mend(capsys, recipe, key):
+    message = problems(capsys, "run", recipe, "--check", "--set", f"{key}={'n' * 300}")
+    assert "File name too long" in message
     assert "should not happen" not in message
 
 

@@ -57,6 +57,12 @@ def test_overrides_win_and_are_yaml(tmp_path):
     assert loaded.recipe.loss == NamedConfig(name="ce")
 
 
+@pytest.mark.parametrize("override", ["train.betas=[2, 3]", "train.betas=[0.9, 1]", f"train.seed={2**63}"])
+def test_what_torch_would_refuse_after_the_capture_is_refused_before(tmp_path, override):
+    with pytest.raises(ConfigError, match="must be <"):
+        load_recipe(write(tmp_path, MINIMAL), [override])
+
+
 def test_provenance_of_each_value(tmp_path):
     loaded = load_recipe(
         write(tmp_path, MINIMAL + "train:\n  epochs: 2\n  seed: 1\n"), ["train.seed=3", "vocabulary.draft_size=9"]

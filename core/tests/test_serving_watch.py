@@ -60,7 +60,8 @@ def test_addresses(url, address):
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host", "file:///etc/passwd", "http://", "", "http://[::1", "http://host:port", "host:99999"]
+    "url",
+    ["ftp://host", "file:///etc/passwd", "http://", "", "http://[::1", "http://host:port", "host:99999", "host/ü"],
 )
 def test_what_is_no_address(url):
     with pytest.raises(UserError, match="no address of a server"):
@@ -81,6 +82,11 @@ def test_what_is_no_address(url):
 def test_servers_that_cannot_be_watched(serve, status, text, message):
     with pytest.raises(ServingError, match=message):
         read_metrics(serve(lambda: (status, text)))
+
+
+def test_a_name_that_no_host_can_have():
+    with pytest.raises(ServingError, match="cannot be reached"):
+        read_metrics(f"http://{'a' * 64}:8000")
 
 
 def test_a_server_that_is_not_there(serve, monkeypatch):

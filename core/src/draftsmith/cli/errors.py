@@ -14,6 +14,8 @@ __all__ = ["report"]
 
 #: What the system refuses is for the user to mend, wherever it is met.
 _ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
+#: So is a path that cannot be there: a part of it too long, a file where a folder should be, links in a circle.
+_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 def report(error: BaseException, *, debug: bool) -> int:
@@ -52,6 +54,12 @@ def _as_known(error: BaseException) -> DraftsmithError | None:
             f"cannot be read or written: {error.strerror}",
             where=str(error.filename),
             hint="check who owns it, and whether that disk is mounted for writing",
+        )
+    if isinstance(error, OSError) and error.errno in _PATH and error.filename is not None:
+        return UserError(
+            f"cannot be read or written: {error.strerror}",
+            where=str(error.filename),
+            hint="name another path, or mend what lies there",
         )
     from draftsmith.plugins.blame import plugin_error
     from draftsmith.plugins.manager import missing_extra

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from attrs import field, frozen
-from attrs.validators import and_, ge, gt, instance_of, le, lt, optional
+from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, optional
 
 __all__ = [
     "CaptureConfig",
@@ -151,7 +151,9 @@ class TrainConfig:
     muon_learning_rate: float = field(default=1e-3, validator=gt(0), metadata=_help("peak, of Muon's matrices"))
     weight_decay: float = field(default=0.0, validator=ge(0), metadata=_help("AdamW's"))
     muon_weight_decay: float = field(default=0.1, validator=ge(0), metadata=_help("Muon's"))
-    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata=_help("AdamW's"))
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.95), validator=deep_iterable(and_(ge(0), lt(1))), metadata=_help("AdamW's")
+    )
     schedule: Literal["cosine", "linear", "constant"] = field(default="cosine", metadata=_help("after warm-up"))
     warmup_share: float = field(
         default=0.04, validator=and_(ge(0), lt(1)), metadata=_help("share of the steps spent warming up")
@@ -169,7 +171,11 @@ class TrainConfig:
     )
     attention: Literal["auto", "linear", "dense", "flex"] = field(default="auto", metadata=_help("attention form"))
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=_help("auto: cuda where there is one"))
-    seed: int = field(default=0, metadata=_help("of initialisation, data order and sampling"))
+    seed: int = field(
+        default=0,
+        validator=and_(ge(-(2**63)), lt(2**63)),  # what torch's generators take
+        metadata=_help("of initialisation, data order and sampling"),
+    )
     warm_start: str | None = field(
         default=None, metadata=_help("exported checkpoint (a folder) that training begins from; null: fresh weights")
     )

@@ -56,7 +56,8 @@ def metrics_address(url: str) -> str:
     try:
         parts = urllib.parse.urlsplit(full)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a bracket of IPv6 that is not closed, a port that is no number
+        parts.path.encode("ascii")
+    except ValueError:  # a bracket of IPv6 that is not closed, a port that is no number, letters no request may have
         known = False
     if not known:
         raise UserError(f"{url!r} is no address of a server", hint="such as http://127.0.0.1:8000")
@@ -83,7 +84,7 @@ def read_metrics(url: str, *, drafting: bool = True) -> Reading:
             where=address,
             hint="name the address of a vLLM server that was started without --disable-log-stats",
         ) from error
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last: a name that no host can have
         reason = getattr(error, "reason", None) or error
         raise ServingError(
             f"cannot be reached: {reason}", where=address, hint="is the server running, and is this its address?"
