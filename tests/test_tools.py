@@ -262,6 +262,16 @@ def test_parts_cover_every_test_of_this_environment_exactly_once() -> None:
     assert list(runner.parts(fast_only=True)) == ["fast"]
 
 
+@pytest.mark.parametrize(("gibibytes", "expected"), [(3, 1), (11, 1), (23, 3), (256, 4)])
+def test_no_more_heavy_tests_at_once_than_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, gibibytes: int, expected: int
+) -> None:
+    machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gibibytes << 18}
+    monkeypatch.setattr(runner.os, "sysconf", machine.__getitem__)
+    monkeypatch.setattr(runner, "workers", lambda: 4)
+    assert runner.heavy_workers() == expected
+
+
 def test_the_peers_environment_leaves_out_torch_and_what_goes_with_another_one() -> None:
     asked = ["torch<=2.14.1,>=2.9.0", "torchaudio", "torchvision", "hs-connectors==0.9.0", "typer>=0.12", "httpx"]
     assert peer.wanted([*asked, "sphinx~=8.1; extra == 'dev'", 'ruff; extra == "dev"']) == ["typer>=0.12", "httpx"]
