@@ -37,7 +37,7 @@ from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith_hs_file.options import FileOptions
 from draftsmith_hs_file.plugin import draftsmith_transports
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 LONGEST = 96
 DRAW = random.Random(3)

@@ -812,6 +812,7 @@ def test_a_plan_covers_all_loads_and_joins_equal_steps():
 # --- a real vLLM ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_in_a_real_vllm(by_heart, export_draft, prompts_file, registry, tmp_path):

@@ -40,7 +40,7 @@ from draftsmith_hs_mooncake.store import Code, Region
 from draftsmith_hs_mooncake.testing import TestedStore, running_store
 from draftsmith_hs_mooncake.transport import MooncakeTransport
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 #: The step at which something happens, of 104.
 MIDDLE = 30

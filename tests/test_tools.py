@@ -256,9 +256,20 @@ def test_parts_cover_every_test_of_this_environment_exactly_once() -> None:
     expressions = {name: options[options.index("-m") + 1] for name, (options, _) in chosen.items()}
     assert expressions == {
         "fast": f"not ({runner.HEAVY} or {runner.ELSEWHERE})",
-        "heavy": f"({runner.HEAVY}) and not {runner.ELSEWHERE}",
+        "heavy": f"({runner.HEAVY}) and not ({runner.ALONE} or {runner.ELSEWHERE})",
+        "alone": f"({runner.HEAVY}) and ({runner.ALONE}) and not {runner.ELSEWHERE}",
     }
     assert list(runner.parts(fast_only=True)) == ["fast"]
+
+
+@pytest.mark.parametrize(("gibibytes", "expected"), [(3, 1), (11, 1), (23, 3), (256, 4)])
+def test_no_more_heavy_tests_at_once_than_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, gibibytes: int, expected: int
+) -> None:
+    machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gibibytes << 18}
+    monkeypatch.setattr(runner.os, "sysconf", machine.__getitem__)
+    monkeypatch.setattr(runner, "workers", lambda: 4)
+    assert runner.heavy_workers() == expected
 
 
 def test_the_peers_environment_leaves_out_torch_and_what_goes_with_another_one() -> None:
@@ -281,10 +292,11 @@ def test_a_part_that_died_counts_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "tests", "expected"), [((0, 5), 3, 0), ((0, 1), 3, 1), ((5, 5), 0, 5), ((2, 0), 3, 2)]
+    ("codes", "tests", "expected"),
+    [((0, 5, 0), 3, 0), ((0, 1, 0), 3, 1), ((5, 5, 5), 0, 5), ((2, 0, 0), 3, 2), ((0, 5, 1), 3, 1)],
 )
 def test_exit_code_is_the_worst(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codes: tuple[int, int], tests: int, expected: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codes: tuple[int, ...], tests: int, expected: int
 ) -> None:
     waiting = list(codes)
     report = tmp_path / "report.xml"

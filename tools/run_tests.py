@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Run the whole test suite in two parts, and close with one line for both.
+"""Run the whole test suite in three parts, and close with one line for all.
 
-The fast tests run in parallel, one thread each; those that are slow, need the real model, or start vLLM run one after
-another with all cores, since two of them at once would only fight for memory. Further arguments go to both runs.
+Tests on tiny models run in parallel, one thread each: first the fast ones, then, as far as memory allows, those that
+are slow or start vLLM. What needs the real model, or the machine to itself, runs last, one after another with all
+cores. Further arguments go to every part.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "tests"
 HEAVY = "slow or vllm or model"
+ALONE = "alone or model"
 #: These need another environment, see run_peer_tests.py.
 ELSEWHERE = "peer"
 #: pytest's exit code where nothing was collected, which is fine for one of the parts.
 NO_TESTS = 5
+#: What a heavy test may take, with its worker and all that it starts.
+HEAVY_GIBIBYTES = 6
+#: vLLM binds its threads to the same cores in every process, and two would share them.
+HEAVY_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def workers() -> int:
@@ -28,13 +34,26 @@ def workers() -> int:
     return max(1, min(8, os.cpu_count() or 1))
 
 
+def heavy_workers() -> int:
+    """As many as :func:`workers`, or as this machine's memory holds."""
+    gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    return max(1, min(workers(), gibibytes // HEAVY_GIBIBYTES))
+
+
 def parts(fast_only: bool) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Name → (pytest's arguments, environment) of each part."""
-    fast = ["-n", str(workers()), "--dist", "loadfile", "-m", f"not ({HEAVY} or {ELSEWHERE})"]
+    fast = [*in_parallel(workers()), "-m", f"not ({HEAVY} or {ELSEWHERE})"]
     chosen: dict[str, tuple[list[str], dict[str, str]]] = {"fast": (fast, {"OMP_NUM_THREADS": "1"})}
     if not fast_only:
-        chosen["heavy"] = (["-m", f"({HEAVY}) and not {ELSEWHERE}"], {})
+        heavy = [*in_parallel(heavy_workers()), "-m", f"({HEAVY}) and not ({ALONE} or {ELSEWHERE})"]
+        chosen["heavy"] = (heavy, HEAVY_ENVIRONMENT)
+        chosen["alone"] = (["-m", f"({HEAVY}) and ({ALONE}) and not {ELSEWHERE}"], {})
     return chosen
+
+
+def in_parallel(count: int) -> list[str]:
+    """pytest's arguments for *count* processes. The tests of a file share one, and with it what they prepare."""
+    return ["-n", str(count), "--dist", "loadfile"]
 
 
 def run_part(name: str, arguments: list[str], environment: dict[str, str]) -> tuple[int, Path]:
