@@ -166,6 +166,21 @@ def test_finite_means_finite(bits: list[int], finite: bool) -> None:
     assert all_finite(values) == all(map(bool, torch.isfinite(values)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_one_value_among_many_that_is_not_finite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([0.0, -0.0, largest, -largest], dtype=dtype).repeat(100_000)
+    assert all_finite(values)
+    assert all_finite(values[::2])
+    for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+        for place in (0, 131_072, -2):
+            broken = values.clone()
+            broken[place] = bad
+            assert not all_finite(broken)
+            assert not all_finite(broken.view(2, -1).T)
+            assert not all_finite(broken[::2])
+
+
 def test_finite_values_whose_sum_overflows_are_finite() -> None:
     assert all_finite(torch.full((4,), torch.finfo(torch.float32).max))
     assert refusal(torch.tensor([1.0, float("inf"), float("nan")])) == "2 of 3 values are not finite"

@@ -137,12 +137,15 @@ def no_keys_soon(store: TestedStore, transport: MooncakeTransport) -> bool:
     return store.all_keys() == []
 
 
+@pytest.mark.parametrize("mebibytes", [1, 40])
 def test_a_producer_killed_while_it_commits(
-    mooncake_store: TestedStore, transport: MooncakeTransport, tmp_path: Path
+    mooncake_store: TestedStore, transport: MooncakeTransport, tmp_path: Path, mebibytes: int
 ) -> None:
     """The store takes the key for taken, gives its object to nobody, and ignores what is put there, for 30 s."""
-    wanted = sample(2)
+    wanted = sample(2, mebibytes)
     slot = wire.slots_of(wire.manifest_name(transport.run, wanted.sample_id))[0]
+    if mebibytes == 1:  # one object
+        slot = wire.whole_key(transport.run, wanted.sample_id)
     with transport.reader(LAYOUT) as reader, python(_PUT_RAW, transport, slot, tmp_path / "go") as process:
         kill_while_it_puts(mooncake_store, process, tmp_path / "go", 1000)
         with pytest.raises(SampleIncomplete):

@@ -17,15 +17,16 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from packaging.requirements import Requirement
 
 from draftsmith.capture.address import TransportAddress
 from draftsmith.cli import main
-from draftsmith.errors import ConfigError, OutputError, UserError
+from draftsmith.errors import ConfigError, OutputError, SampleCorrupt, TransportError, UserError
 from draftsmith.interfaces import HiddenStateTransport
-from draftsmith.testing.transport import make_layout, make_sample
+from draftsmith.testing.transport import assert_same, make_layout, make_sample
 from draftsmith_hs_mooncake import buffers, installed, state, wire
 from draftsmith_hs_mooncake.buffers import empty
 from draftsmith_hs_mooncake.errors import StoreUnreachable
@@ -33,6 +34,7 @@ from draftsmith_hs_mooncake.host import to_bytes
 from draftsmith_hs_mooncake.options import MooncakeOptions, split_address
 from draftsmith_hs_mooncake.plugin import draftsmith_transports
 from draftsmith_hs_mooncake.processes import identity, is_gone
+from draftsmith_hs_mooncake.store import Region
 from draftsmith_hs_mooncake.testing import TestedStore, mooncake_store
 from draftsmith_hs_mooncake.transport import MooncakeTransport
 from draftsmith_hs_mooncake.trouble import Trouble
@@ -215,6 +217,27 @@ def test_a_record_is_known_by_its_checksum_and_its_name() -> None:
         wire.decode(name + "x", data)
 
 
+def whole_sample(run: str, number: int) -> tuple[str, wire.Manifest, bytearray]:
+    """Key, manifest and bytes of a sample of 3 tokens."""
+    key = wire.whole_key(run, f"{number:032x}")
+    size = wire.state_bytes(LAYOUT, 3, "plain")
+    manifest = wire.Manifest(
+        sample_id=f"{number:032x}", attempt="0" * 16, layout=LAYOUT, tokens=3, sizes=(24, size), sums=("0" * 16,) * 2
+    )
+    return key, manifest, bytearray(size + 24) + wire.end_of_whole(key, manifest)
+
+
+def test_a_whole_sample_is_known_by_its_end() -> None:
+    key, manifest, data = whole_sample("run", 1)
+    assert wire.manifest_of_whole(key, memoryview(data)) == manifest
+    assert wire.committed_sample("run", key) == manifest.sample_id
+    assert not wire.is_chunk(key)
+    _, _, other = whole_sample("run", 2)
+    for torn in (data[:-1], data[1:], data[:-200] + other[-200:], data[-8:], bytearray(), other):
+        with pytest.raises(wire.FormatError):
+            wire.manifest_of_whole(key, memoryview(torn))
+
+
 # --- plain values -------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +289,82 @@ def test_the_memory_of_a_sample_is_used_again_when_nothing_refers_to_it() -> Non
     again = empty((3, 1 << 20), torch.bfloat16)
     assert larger.data_ptr() != place
     assert again.data_ptr() == place
+
+
+# --- samples in one object ----------------------------------------------------------------------------------------
+
+
+def keys_of(store: TestedStore, transport: MooncakeTransport) -> list[str]:
+    """Of samples; what follows the sample's id, without the names of attempts."""
+    prefix = wire.run_prefix(transport.run) + "s/"
+    found = [each[len(prefix) + 33 :] for each in store.all_keys() if each.startswith(prefix)]
+    return sorted(re.sub(r"^[0-9a-f]{16}/", "", each) for each in found)
+
+
+def test_a_small_sample_is_one_object_and_a_large_one_is_not(
+    mooncake_store: TestedStore, transport: MooncakeTransport
+) -> None:
+    small_chunks = MooncakeTransport(mooncake_store.options(chunk_mebibytes=1), transport.location)
+    layout = make_layout(hidden_size=256)
+    small, large = make_sample(1, layout, tokens=400), make_sample(2, layout, tokens=1000)
+    with small_chunks.writer(layout) as writer, transport.reader(layout) as reader:
+        writer.put(small)
+        assert keys_of(mooncake_store, transport) == ["w"]
+        writer.put(large)
+        assert keys_of(mooncake_store, transport) == ["0000", "0001", "0002", "m0", "w"]
+        for sample in (small, large):
+            for tokens in (None, len(sample.token_ids)):
+                assert_same(reader.get(sample.sample_id, expected_tokens=tokens), sample)
+            with pytest.raises(SampleCorrupt, match="tokens"):
+                reader.get(sample.sample_id, expected_tokens=len(sample.token_ids) - 1)
+            reader.delete(sample.sample_id)
+        assert keys_of(mooncake_store, transport) == []
+
+
+def test_a_sample_that_is_put_again_replaces_the_one_that_is_there(
+    mooncake_store: TestedStore, transport: MooncakeTransport
+) -> None:
+    versions = [attrs.evolve(make_sample(number, LAYOUT), sample_id="a" * 32) for number in (1, 2, 3)]
+    with transport.writer(LAYOUT) as writer, transport.reader(LAYOUT) as reader:
+        for version, keys in zip(versions, (["w"], ["0000", "0001", "m0"], ["0000", "0001", "m1"]), strict=True):
+            writer.put(version)
+            assert keys_of(mooncake_store, transport) == keys
+            assert_same(reader.get("a" * 32), version)
+
+
+@pytest.mark.parametrize("place", [0, 1000, -1, -200])
+def test_a_damaged_sample_is_found_out(transport: MooncakeTransport, place: int) -> None:
+    """One byte of the states, the token ids, the length or the manifest, as a mixture would have it."""
+    client = transport.place().client
+    layout = make_layout(hidden_size=256)
+    sample = make_sample(1, layout, tokens=10)
+    key = wire.whole_key(transport.run, sample.sample_id)
+    with transport.writer(layout) as writer, transport.reader(layout) as reader:
+        writer.put(sample)
+        stored = bytearray(client.size(key, 5.0))
+        assert client.get([key], [Region.of_bytes(stored)], 5.0) == [len(stored)]
+        client.remove([key], 5.0)
+        stored[place] ^= 1
+        assert client.put([key], [Region.of_bytes(stored)]) == [0]
+        for tokens in (None, 10):
+            with pytest.raises(SampleCorrupt) as caught:
+                reader.get(sample.sample_id, expected_tokens=tokens)
+            assert caught.value.sample_id == sample.sample_id
+
+
+def test_an_object_that_does_not_fit_the_registered_buffer(
+    mooncake_store: TestedStore, transport: MooncakeTransport
+) -> None:
+    """It was put with larger chunks than this reader is told of."""
+    options = mooncake_store.options(staging=True, chunk_mebibytes=1)
+    layout = make_layout(hidden_size=256)
+    with transport.writer(layout) as writer:
+        writer.put(make_sample(1, layout, tokens=1000))
+    with (
+        MooncakeTransport(options, transport.location).reader(layout) as reader,
+        pytest.raises(TransportError, match="the registered buffer 1048576"),
+    ):
+        reader.get(f"{1:032x}")
 
 
 # --- claims -------------------------------------------------------------------------------------------------------
@@ -355,7 +454,7 @@ def test_up_status_and_down(store_folder: Path, tmp_path: Path, capsys: pytest.C
     assert main(["store", "status"]) == 0
     said = capsys.readouterr()
     assert "64.0 MiB used" in said.out
-    assert re.search(r"mine: 5 keys; /runs/mine \(process \d+ on .*, since", said.out)
+    assert re.search(r"mine: 3 keys; /runs/mine \(process \d+ on .*, since", said.out)
 
     assert main(["store", "down"]) == 0
     assert note.master in capsys.readouterr().out
@@ -399,9 +498,9 @@ def test_gc_removes_what_ended_runs_left(
 
     assert main(["store", "gc", *where]) == 0
     said = capsys.readouterr().out
-    assert "ended: 5 keys removed" in said
-    assert re.search(r"working: 5 keys kept: .* is at work", said)
-    assert "unclaimed: 4 keys kept: nobody has claimed them" in said
+    assert "ended: 3 keys removed" in said
+    assert re.search(r"working: 3 keys kept: .* is at work", said)
+    assert "unclaimed: 2 keys kept: nobody has claimed them" in said
     assert {wire.run_of(each) for each in mooncake_store.all_keys()} == {"working", "unclaimed"}
 
     assert main(["store", "gc", "--run", "unclaimed", *where]) == 0

@@ -155,9 +155,7 @@ class Place:
         """Remove a sample: first what commits it, then its chunks. Harmless where there is none."""
         name = wire.manifest_name(self.run, sample_id)
         found = self.client.records(name, self.patience)
-        if not found:
-            return
-        doomed = [wire.slots_of(name)[slot] for slot in found]
+        doomed = [wire.whole_key(self.run, sample_id), *(wire.slots_of(name)[slot] for slot in found)]
         for each in found.values():
             if not isinstance(each, int):
                 doomed += wire.Manifest.of(each).keys(self.run)

@@ -25,7 +25,8 @@ __all__ = ["MooncakeWriter"]
 
 
 class MooncakeWriter(HiddenStateWriter):
-    """Publishes samples: chunks under keys that no other attempt uses, then the manifest. Threads may share it."""
+    """Publishes samples: small ones in one object, others as chunks under keys that no other attempt uses and then the
+    manifest. Threads may share it."""
 
     def __init__(self, place: Place, layout: StateLayout, encoding: str = "plain") -> None:
         self._place = place
@@ -69,6 +70,8 @@ class MooncakeWriter(HiddenStateWriter):
 
     def _publish(self, sample: HiddenStateSample, regions: Sequence[Region], deadline: float) -> None:
         sums = tuple(checksum(each.keep) for each in regions)
+        size = sum(each.size for each in regions)
+        whole = size + wire.END_BYTES <= self._place.chunk_bytes
         codes: Sequence[int] = ()
         for _ in pauses(deadline):
             self._renew_layout()
@@ -81,18 +84,47 @@ class MooncakeWriter(HiddenStateWriter):
                 sums=sums,
                 encoding=self._encoding,
             )
-            keys = manifest.keys(self._place.run)
             begun = time.monotonic()
-            codes = self._place.client.put(keys, regions)
-            if not any(codes) and self._commit(manifest, keys):
+            codes = self._put_whole(manifest, regions) if whole else self._put_chunks(manifest, regions)
+            if not codes:
                 self._place.client.full.over(begun)
                 return
             self._place.client.is_outage(codes, begun)
             if Code.FULL in codes:
                 self._place.client.full.met(begun)
-            # What of this attempt is stored holds room that another sample may be waiting for.
-            self._place.client.remove(keys, self._place.patience)
-        self._raise(sample.sample_id, sum(each.size for each in regions), codes)
+            else:  # the key may be blocked now; those of chunks are new in every attempt
+                whole = False
+        self._raise(sample.sample_id, size, codes)
+
+    def _put_whole(self, manifest: wire.Manifest, regions: Sequence[Region]) -> Sequence[int]:
+        """Put a sample as one object where nothing of it is there, else as chunks; no codes: it is stored."""
+        client, patience = self._place.client, self._place.patience
+        key = wire.whole_key(self._place.run, manifest.sample_id)
+        name = wire.manifest_name(self._place.run, manifest.sample_id)
+        token_ids, states = regions
+        end = wire.end_of_whole(key, manifest)
+        if len(end) > wire.END_BYTES:
+            return self._put_chunks(manifest, regions)
+        if any(client.exist([key, *wire.slots_of(name)], patience)):
+            return self._put_chunks(manifest, regions)
+        code = client.put_joined(key, [states, token_ids, Region.of_bytes(end)])
+        if code != 0:
+            return [code]
+        # 0 is also the answer where a writer that died blocks the key. Another's sample counts as put after this one;
+        # where there is nothing, a reader has used and removed it.
+        if client.size(key, patience) == Code.NOT_READY:
+            return self._put_chunks(manifest, regions)
+        return []
+
+    def _put_chunks(self, manifest: wire.Manifest, regions: Sequence[Region]) -> Sequence[int]:
+        """Put a sample as chunks; no codes: it is stored."""
+        keys = manifest.keys(self._place.run)
+        codes = self._place.client.put(keys, regions)
+        if not any(codes) and self._commit(manifest, keys):
+            return []
+        # What of this attempt is stored holds room that another sample may be waiting for.
+        self._place.client.remove(keys, self._place.patience)
+        return codes
 
     def _renew_layout(self) -> None:
         """A master that was restarted has forgotten the layout with all the rest."""
@@ -105,7 +137,9 @@ class MooncakeWriter(HiddenStateWriter):
         client, patience = self._place.client, self._place.patience
         name = wire.manifest_name(self._place.run, manifest.sample_id)
         slots = wire.slots_of(name)
-        taken = client.exist(slots, patience)
+        whole = wire.whole_key(self._place.run, manifest.sample_id)
+        was_whole, *taken = client.exist([whole, *slots], patience)
+        replaced = [whole] if was_whole else []
         older = client.records(name, patience) if any(taken) else {}
         if all(taken):  # four writers of one sample were killed between writing and cleaning, or are at it now
             self._remove_older(name, older)
@@ -118,12 +152,14 @@ class MooncakeWriter(HiddenStateWriter):
                 if committed and not all(chunks):  # they died with a master or an owner
                     client.remove([slots[slot]], patience)
                     return False
-                self._remove_older(name, older)
+                self._remove_older(name, older, replaced)
                 return True
         return False
 
-    def _remove_older(self, name: str, older: Mapping[int, Mapping[str, object] | int]) -> None:
-        doomed = [wire.slots_of(name)[slot] for slot in older]
+    def _remove_older(
+        self, name: str, older: Mapping[int, Mapping[str, object] | int], whole: Sequence[str] = ()
+    ) -> None:
+        doomed = [*whole, *(wire.slots_of(name)[slot] for slot in older)]
         for values in older.values():
             if not isinstance(values, int):
                 doomed += wire.Manifest.of(values).keys(self._place.run)

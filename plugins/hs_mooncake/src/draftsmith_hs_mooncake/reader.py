@@ -1,4 +1,4 @@
-"""The trainer's side: a manifest, then its chunks, straight into the tensors that are returned."""
+"""The trainer's side: what is whole, or a manifest and its chunks, straight into the tensors that are returned."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from draftsmith_hs_mooncake.place import Place
 from draftsmith_hs_mooncake.store import Code, pauses
 
 __all__ = ["MooncakeReader"]
+
+#: A manifest, and what it tells of: the token ids and the bytes of the states, uint8.
+_Arrived = tuple[wire.Manifest, Tensor, Tensor]
 
 #: A read that failed is made again so often: an object may have been removed, or put anew, while it was read.
 _READS = 3
@@ -49,8 +52,8 @@ class MooncakeReader(HiddenStateReader):
         self._place.check_layout(self._layout)
 
     def get(self, sample_id: str, *, expected_tokens: int | None = None) -> HiddenStateSample:
-        """See :meth:`HiddenStateReader.get`. One call for the manifest and one for the data. Waits while the master is
-        down, up to the option ``patience``.
+        """See :meth:`HiddenStateReader.get`. One call for what is whole; else one for the manifest and one for the
+        data. Waits while the master is down, up to the option ``patience``.
 
         Raises:
             SampleMissing, SampleIncomplete, SampleCorrupt: each names the sample and where it lies.
@@ -75,24 +78,79 @@ class MooncakeReader(HiddenStateReader):
         raise failure
 
     def _read(self, sample_id: str, expected_tokens: int | None) -> HiddenStateSample:
-        manifest = self._manifest(sample_id)
-        self._place.compare_layout(manifest.layout, self._layout)
-        if expected_tokens is not None and manifest.tokens != expected_tokens:
-            self._corrupt(sample_id, f"the states cover {manifest.tokens} tokens and the row has {expected_tokens}")
-        token_ids = empty((manifest.tokens,), torch.int64)
+        manifest, token_ids, data = self._receive_either(sample_id, expected_tokens)
         shape = (manifest.tokens, len(self._layout.layer_ids), self._layout.hidden_size)
         dtype = getattr(torch, self._layout.dtype)
-        coded = manifest.encoding == "fp8"
-        states = empty((manifest.state_bytes,), torch.uint8) if coded else empty(shape, dtype)
-        pieces = [tensor_bytes(token_ids), *torch.split(tensor_bytes(states), list(manifest.sizes[1:]))]
-        self._receive(manifest, pieces)
-        if coded:
-            states = fp8.unpack(states, shape, dtype)
+        states = fp8.unpack(data, shape, dtype) if manifest.encoding == "fp8" else data.view(dtype).view(shape)
         sample = HiddenStateSample(sample_id=sample_id, token_ids=token_ids, hidden_states=states)
         problem = sample.problem(self._layout)
         if problem is not None:
             self._corrupt(sample_id, problem)
         return sample
+
+    def _receive_either(self, sample_id: str, expected_tokens: int | None) -> _Arrived:
+        try:
+            whole = self._receive_whole(sample_id, expected_tokens)
+        except _Unreadable as unreadable:  # its writer may have given up, and put it as chunks
+            try:
+                return self._receive_chunks(sample_id, expected_tokens)
+            except SampleMissing:
+                raise unreadable from None
+        return whole or self._receive_chunks(sample_id, expected_tokens)
+
+    def _check(self, manifest: wire.Manifest, expected_tokens: int | None) -> None:
+        self._place.compare_layout(manifest.layout, self._layout)
+        if expected_tokens is not None and manifest.tokens != expected_tokens:
+            what = f"the states cover {manifest.tokens} tokens and the row has {expected_tokens}"
+            self._corrupt(manifest.sample_id, what)
+
+    def _receive_whole(self, sample_id: str, expected_tokens: int | None) -> _Arrived | None:
+        """The sample, if it lies there in one object."""
+        client, patience = self._place.client, self._place.patience
+        key = wire.whole_key(self._place.run, sample_id)
+        room = self._room_for_whole(expected_tokens)
+        code = int(Code.BAD_ARGUMENT)
+        if room is not None:
+            data = empty((room,), torch.uint8)
+            (code,) = client.get([key], [region_of(data)], patience)
+        if code == Code.BAD_ARGUMENT:  # its length is not known here, or another than expected
+            code = client.size(key, patience)
+            if code >= 0:
+                data = empty((code,), torch.uint8)
+                (code,) = client.get([key], [region_of(data)], patience)
+        if code == Code.NOT_FOUND:
+            return None
+        if code == Code.NOT_READY:
+            raise _Unreadable(self._incomplete(sample_id))
+        if code < 0:
+            what = f"it cannot be read (code {code}): the memory that held it is gone"
+            raise _Unreadable(self._lost(sample_id, what))
+        stored: Any = data.numpy()
+        try:
+            manifest = wire.manifest_of_whole(key, memoryview(stored)[:code])
+        except wire.FormatError as error:
+            raise _Unreadable(self._damaged(sample_id, str(error))) from error
+        self._check(manifest, expected_tokens)
+        token_bytes, state_bytes = manifest.sizes
+        states, token_ids = data[:state_bytes], data[state_bytes : state_bytes + token_bytes]
+        self._compare_sums(manifest, [token_ids, states])
+        # The ids may be kept for longer than the states, whose memory this is.
+        return manifest, token_ids.clone().view(torch.int64), states
+
+    def _room_for_whole(self, expected_tokens: int | None) -> int | None:
+        """Bytes that a sample in one object may take; None: any number, or it will not be one object."""
+        if expected_tokens is None:
+            return None
+        room = 8 * expected_tokens + wire.state_bytes(self._layout, expected_tokens, "plain") + wire.END_BYTES
+        return room if room <= self._place.chunk_bytes else None
+
+    def _receive_chunks(self, sample_id: str, expected_tokens: int | None) -> _Arrived:
+        manifest = self._manifest(sample_id)
+        self._check(manifest, expected_tokens)
+        token_ids = empty((manifest.tokens,), torch.int64)
+        states = empty((manifest.state_bytes,), torch.uint8)
+        self._receive(manifest, [tensor_bytes(token_ids), *torch.split(states, list(manifest.sizes[1:]))])
+        return manifest, token_ids, states
 
     def _manifest(self, sample_id: str) -> wire.Manifest:
         name = wire.manifest_name(self._place.run, sample_id)
@@ -101,14 +159,7 @@ class MooncakeReader(HiddenStateReader):
         if record is not None:
             return wire.Manifest.of(record)
         if Code.NOT_READY in found.values():
-            raise _Unreadable(
-                SampleIncomplete(
-                    "its writing was begun and not finished: a producer is still at it, or was killed",
-                    sample_id=sample_id,
-                    where=self._place.where,
-                    hint=_AGAIN,
-                )
-            )
+            raise _Unreadable(self._incomplete(sample_id))
         if found:
             raise _Unreadable(
                 self._lost(sample_id, f"its manifest cannot be read (code {next(iter(found.values()))})")
@@ -128,10 +179,21 @@ class MooncakeReader(HiddenStateReader):
             if code != size:
                 what = f"chunk {number} of {len(codes)} has {code} bytes instead of {size}"
                 raise _Unreadable(self._damaged(manifest.sample_id, what))
+        self._compare_sums(manifest, pieces)
+
+    def _compare_sums(self, manifest: wire.Manifest, pieces: list[Tensor]) -> None:
         for number, (piece, wanted) in enumerate(zip(pieces, manifest.sums, strict=True)):
             if checksum(piece) != wanted:
-                what = f"chunk {number} of {len(codes)} does not match its checksum"
+                what = f"chunk {number} of {len(pieces)} does not match its checksum"
                 raise _Unreadable(self._damaged(manifest.sample_id, what))
+
+    def _incomplete(self, sample_id: str) -> SampleError:
+        return SampleIncomplete(
+            "its writing was begun and not finished: a producer is still at it, or was killed",
+            sample_id=sample_id,
+            where=self._place.where,
+            hint=_AGAIN,
+        )
 
     def _lost(self, sample_id: str, what: str) -> SampleError:
         return SampleMissing(what, sample_id=sample_id, where=self._place.where, hint=_AGAIN)

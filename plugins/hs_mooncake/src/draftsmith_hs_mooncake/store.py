@@ -45,6 +45,7 @@ class Code(IntEnum):
     """What the store's calls return instead of a size or 0."""
 
     FULL = -200
+    BAD_ARGUMENT = -600
     NOT_READY = -703
     NOT_FOUND = -704
     LEASE_EXPIRED = -707
@@ -196,6 +197,22 @@ class StoreClient:
         self._after_transfer(codes, regions)
         return codes
 
+    def put_joined(self, key: str, parts: Sequence[Region]) -> int:
+        """Store *parts*, one after the other, as one object, hard-pinned; 0 or a code. Not retried."""
+        store = self._open()
+        sizes = [each.size for each in parts]
+        if self.address.staging_bytes is None:
+            addresses = [each.address for each in parts]
+            codes = list(store.batch_put_from_multi_buffers([key], [addresses], [sizes], self._settings))
+        else:
+            staging, used = self._staging(store), 0
+            for part in parts:
+                ctypes.memmove(staging.address + used, part.address, part.size)
+                used += part.size
+            codes = list(store.batch_put_from([key], [staging.address], [used], self._settings))
+        self._after_transfer(codes, parts)
+        return int(codes[0])
+
     def get(self, keys: Sequence[str], regions: Sequence[Region], patience: float) -> list[int]:
         """Read objects; the bytes read, or a code, for each. Waits while the master is down."""
         codes = self._outlast(lambda: self._get(keys, regions), patience)
@@ -230,6 +247,12 @@ class StoreClient:
         memory: list[tuple[Region, Region]] = []
         used = 0
         for key, region in zip(keys, regions, strict=True):
+            if region.size > staging.size:
+                raise TransportError(
+                    f"{key} has {region.size} bytes, and the registered buffer {staging.size}",
+                    where=self.address.master,
+                    hint="give all that use this store the same `chunk_mebibytes`, or a larger one",
+                )
             if used + region.size > staging.size:
                 yield some, memory
                 some, memory, used = [], [], 0
@@ -267,6 +290,10 @@ class StoreClient:
         """Whether each object is complete and readable."""
         codes = self._outlast(lambda: list(self._open().batch_is_exist(list(keys))), patience)
         return [code == 1 for code in codes]
+
+    def size(self, key: str, patience: float) -> int:
+        """Bytes of an object, or a code, which tells one that is being written from none."""
+        return self._outlast(lambda: [int(self._open().get_size(key))], patience)[0]
 
     def remove(self, keys: Sequence[str], patience: float) -> None:
         """Remove objects, whoever reads them; harmless for those that are not there.

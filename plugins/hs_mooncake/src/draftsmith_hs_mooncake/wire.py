@@ -4,7 +4,8 @@
 
     hs1/<run>/layout/<slot>                  record: the layout of the run's samples
     hs1/<run>/claim/<slot>                   record: which training run works there
-    hs1/<run>/s/<sample id>/m<slot>          record: the manifest, which commits the sample
+    hs1/<run>/s/<sample id>/w                whole: a small sample in one object, with its manifest
+    hs1/<run>/s/<sample id>/m<slot>          record: the manifest, which commits a sample of chunks
     hs1/<run>/s/<sample id>/<attempt>/<n>    data: chunk 0 is the token ids (int64), the others the states, in order
 
 The store cannot replace an object: a second put of a key is ignored, and reading a key that is removed and put anew
@@ -14,6 +15,12 @@ own name, so that a mixture is found out, and a slot whose writer died (the stor
 
 A record is 16 hex digits, the xxh3-64 of what follows, then JSON. Of several valid ones in the slots of one name the
 youngest counts.
+
+A whole sample is the states, the token ids, its manifest as a record, and 8 hex digits: the record's length. It takes
+one call to put and one to get, and is there entirely or not at all. Its key too is used again when a sample is put
+again after it was removed; the checksums, of the manifest and in it of both parts, find a mixture out. One key is
+enough, since a sample is put as chunks where anything of it is there already, or where its key gave trouble. So a
+reader that looks for the whole sample first, and then for a manifest, misses none that is put again meanwhile.
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ from attrs import frozen
 from draftsmith.interfaces import StateLayout
 
 __all__ = [
+    "END_BYTES",
     "RECORD_BYTES",
     "SLOTS",
     "FormatError",
@@ -41,16 +49,19 @@ __all__ = [
     "committed_sample",
     "decode",
     "encode",
+    "end_of_whole",
     "is_chunk",
     "is_sample_id",
     "layout_from",
     "layout_name",
     "manifest_name",
+    "manifest_of_whole",
     "run_of",
     "run_prefix",
     "run_regex",
     "slots_of",
     "state_bytes",
+    "whole_key",
 ]
 
 VERSION = 1
@@ -58,10 +69,13 @@ ENCODINGS = ("plain", "fp8")
 SLOTS = 4
 #: The longest record: a manifest of some thousand chunks.
 RECORD_BYTES = 64 << 10
+#: What a whole sample has beyond its states and its token ids, at most; measured, 1 KiB. A longer one goes in chunks.
+END_BYTES = 4 << 10
 _ROOT = "hs1/"
 _SUM = 16
+_LENGTH = 8
 _SAMPLE_ID = re.compile(r"[0-9a-f]{32}")
-_COMMIT = re.compile(r"s/([0-9a-f]{32})/m[0-9]")
+_COMMIT = re.compile(r"s/([0-9a-f]{32})/(?:m[0-9]|w)")
 _CHUNK = re.compile(r"hs1/[^/]+/s/[0-9a-f]{32}/[0-9a-f]{16}/[0-9]+")
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -110,6 +124,10 @@ def manifest_name(run: str, sample_id: str) -> str:
     return _sample_prefix(run, sample_id) + "m"
 
 
+def whole_key(run: str, sample_id: str) -> str:
+    return _sample_prefix(run, sample_id) + "w"
+
+
 def slots_of(name: str) -> list[str]:
     """The keys under which the record *name* may lie."""
     return [f"{name}{slot}" for slot in range(SLOTS)]
@@ -153,6 +171,30 @@ def decode(name: str, data: bytes) -> dict[str, Any]:
     if values["name"] != name:
         raise FormatError(f"the record is that of {values['name']!r}")
     return values
+
+
+def end_of_whole(key: str, manifest: Manifest) -> bytes:
+    """What follows the states and the token ids of the whole sample *key*."""
+    record = encode(key, manifest.values())
+    return record + f"{len(record):0{_LENGTH}x}".encode()
+
+
+def manifest_of_whole(key: str, data: memoryview) -> Manifest:
+    """The manifest in *data*, which was read as the whole sample *key*. The checksums in it are the caller's matter.
+
+    Raises:
+        FormatError: it is no whole sample, or a mixture of several.
+    """
+    try:
+        start = len(data) - _LENGTH - int(bytes(data[-_LENGTH:]), 16)
+    except ValueError:
+        start = -1
+    if start < 0:
+        raise FormatError("it does not end in the length of its manifest")
+    manifest = Manifest.of(decode(key, bytes(data[start:-_LENGTH])))
+    if len(manifest.sizes) != 2 or sum(manifest.sizes) != start:
+        raise FormatError(f"it has {start} bytes of data, and its manifest tells of {manifest.sizes}")
+    return manifest
 
 
 def layout_from(values: Mapping[str, Any]) -> StateLayout:
