@@ -110,9 +110,8 @@ class MooncakeWriter(HiddenStateWriter):
         code = client.put_joined(key, [states, token_ids, Region.of_bytes(end)])
         if code != 0:
             return [code]
-        # 0 is also the answer where a writer that died blocks the key. Another's sample counts as put after this one;
-        # where there is nothing, a reader has used and removed it.
-        if client.size(key, patience) == Code.NOT_READY:
+        # 0 is also the answer where a writer that died blocks the key, and where an owner died with what it was given.
+        if client.size(key, patience) < 0:
             return self._put_chunks(manifest, regions)
         return []
 
