@@ -29,10 +29,10 @@ from online_runs import (
     free_port,
     keys,
     networks,
-    wait_until,
     workers,
 )
 from tiny_runs import write_chats, write_recipe
+from waiting import wait_until
 
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith_hs_mooncake.options import MooncakeOptions
