@@ -26,11 +26,11 @@ from online_runs import (
     Run,
     Started,
     assert_like,
-    free_port,
     keys,
     networks,
     workers,
 )
+from ports import free_port
 from tiny_runs import write_chats, write_recipe
 from waiting import wait_until
 

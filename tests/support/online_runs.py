@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -35,7 +34,6 @@ __all__ = [
     "Run",
     "Started",
     "assert_like",
-    "free_port",
     "keys",
     "networks",
     "workers",
@@ -195,13 +193,6 @@ def assert_like(run: Run, calm: Run) -> None:
     assert run.samples() == {epoch: run.rows() for epoch in run.samples()}
     assert lines == calm.lines()
     assert_same_training(calm.training, run.training)
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # --- what captures -------------------------------------------------------------------------------------------------
