@@ -26,13 +26,13 @@ from online_runs import (
     Run,
     Started,
     assert_like,
-    free_port,
     keys,
     networks,
-    wait_until,
     workers,
 )
+from ports import free_port
 from tiny_runs import write_chats, write_recipe
+from waiting import wait_until
 
 from draftsmith.testing.verifiers import make_tiny_verifier
 from draftsmith_hs_mooncake.options import MooncakeOptions

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -345,9 +344,9 @@ def test_signals_end_a_command_with_one_line(site, number, code):
         from draftsmith.hookspecs import hookimpl
 
         def wait():
-            print("ready", flush=True)
             try:
-                time.sleep(60)
+                print("ready", flush=True)
+                time.sleep(600)
             except Exception:
                 print("swallowed")
             finally:
@@ -369,9 +368,8 @@ def test_signals_end_a_command_with_one_line(site, number, code):
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == code
     assert out == "cleaned up\n"
     assert err.startswith(f"stopped: by {signal.Signals(number).name}")
@@ -435,7 +433,9 @@ class Loud:
 
 kept = Loud()
 atexit.register(lambda: print("at exit"))
-threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+leave, leaving = cli._leave, threading.Event()
+cli._leave = lambda code: (leaving.set(), leave(code))
+threading.Thread(target=lambda: (leaving.wait(), time.sleep(0.2), print("thread"))).start()
 sys.argv = ["draftsmith", *sys.argv[1:]]
 sys.exit(cli.main())
 """

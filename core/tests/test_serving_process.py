@@ -6,6 +6,7 @@ import json
 import select
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from draftsmith.serving.vllm_process import (
     engine_arguments,
     error_from_log,
     run_engines,
+    running_process,
     server_command,
     vllm_environment,
     vllm_version,
@@ -165,9 +167,33 @@ def test_what_a_killed_child_has_left_is_ended():
     child.wait()
     vllm_process._end(child)
     # The pipe ends with the last process that could write to it.
-    assert select.select([child.stdout], [], [], 10.0)[0]
+    assert select.select([child.stdout], [], [], 60.0)[0]
     assert child.stdout.read(1) == b""
     child.stdout.close()
+
+
+#: Sends back what it gets, twice, as a connection with oneself does; then it is healthy.
+LATE = """
+import http.server, socket, sys
+port = int(sys.argv[-1])
+with socket.create_server(("127.0.0.1", port)) as listener:
+    for _ in range(2):
+        caller, _ = listener.accept()
+        with caller:
+            caller.sendall(caller.recv(4096))
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+
+
+def test_what_is_no_server_yet_is_waited_for(tmp_path):
+    with running_process([sys.executable, "-c", LATE], log=tmp_path / "log") as address:
+        assert urllib.request.urlopen(f"{address}/health", timeout=60).status == 200
 
 
 def test_the_server_is_started_as_a_module():

@@ -111,7 +111,7 @@ assert is_first_rank()
     monkeypatch.delenv("RANK", raising=False)
     command = [sys.executable, "-c", ranks]
     started = [subprocess.Popen([*command, str(rank), str(tmp_path / "meeting")]) for rank in range(2)]
-    assert [process.wait(timeout=60) for process in started] == [0, 0]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
 
 
 WRITERS = {

@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from outsider import Outsider
 from packaging.requirements import Requirement
+from ports import free_port
 
 import draftsmith
 from draftsmith.serving.vllm_process import vllm_environment
@@ -63,7 +63,7 @@ class Reader:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(block.text, encoding="utf-8")
             elif block.language == "sh":
-                text = block.text.replace(_PORT, _free_port())
+                text = block.text.replace(_PORT, str(free_port()))
                 printed = self.run("bash", "-euo", "pipefail", "-c", text, starts_vllm=block.starts_vllm)
             elif block.language == "python":
                 printed = self.run(str(self.outsider.python), "-c", block.text)
@@ -99,9 +99,3 @@ class Reader:
         printed = output.read_text(encoding="utf-8", errors="replace")
         assert returncode == 0, f"{command[-1]}\n{printed}"
         return printed
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

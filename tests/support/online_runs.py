@@ -7,13 +7,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from attrs import field, frozen
+from waiting import wait_until
 
 from draftsmith.testing.training import assert_same_training
 from draftsmith_hs_mooncake import admin, wire
@@ -34,10 +34,8 @@ __all__ = [
     "Run",
     "Started",
     "assert_like",
-    "free_port",
     "keys",
     "networks",
-    "wait_until",
     "workers",
 ]
 
@@ -45,13 +43,6 @@ TRAIN = ("-m", "draftsmith", "train")
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TRAIN)
 #: Seconds for a run on a busy machine.
 _LONGEST = 300.0
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
-        time.sleep(0.005)
 
 
 def keys(store: RunningStore) -> list[str]:
@@ -202,13 +193,6 @@ def assert_like(run: Run, calm: Run) -> None:
     assert run.samples() == {epoch: run.rows() for epoch in run.samples()}
     assert lines == calm.lines()
     assert_same_training(calm.training, run.training)
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # --- what captures -------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def kill_while_it_puts(store: TestedStore, process: subprocess.Popen[bytes], go:
     os.kill(owner, signal.SIGSTOP)
     try:
         go.touch()
-        wait_until(lambda: store.usage().used >= before + size, "room is taken", 2.5)
+        wait_until(lambda: store.usage().used >= before + size, "room is taken", 20)
         process.kill()
         process.wait()
     finally:
@@ -163,7 +163,7 @@ def test_a_producer_killed_while_it_commits(
 
 def test_the_room_of_what_was_never_finished_is_free_again(tmp_path: Path) -> None:
     """The store lists it nowhere and removes it for nobody; left to itself it keeps it for ten minutes."""
-    with running_store(tmp_path / "store", unfinished_seconds=4) as store:
+    with running_store(tmp_path / "store", silent_seconds=60, unfinished_seconds=8) as store:
         transport = MooncakeTransport(store.options(chunk_mebibytes=1), tmp_path / "run")
         with python(_PUT, transport, LAYOUT, sample(1, 50), tmp_path / "go") as process:
             kill_while_it_puts(store, process, tmp_path / "go", 49 << 20)

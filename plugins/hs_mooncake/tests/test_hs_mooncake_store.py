@@ -21,6 +21,7 @@ import attrs
 import pytest
 import torch
 from packaging.requirements import Requirement
+from ports import free_port
 
 from draftsmith.capture.address import TransportAddress
 from draftsmith.cli import main
@@ -58,12 +59,6 @@ def store_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path / "note"))
     yield tmp_path / "note"
     main(["store", "down"])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ This module imports neither torch nor vLLM. The child is :mod:`draftsmith.servin
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.metadata
 import importlib.util
 import json
@@ -20,7 +21,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -523,7 +523,9 @@ def _await_health(address: str, child: subprocess.Popen[bytes], log: Path, timeo
         if child.poll() is not None:
             raise error_from_log("vLLM's server ended", log, child.returncode)
         with (
-            contextlib.suppress(urllib.error.URLError, OSError),
+            # What answers before the server is there may be no server: asking a port of this host that is free can end
+            # in a connection with oneself.
+            contextlib.suppress(OSError, http.client.HTTPException),
             urllib.request.urlopen(f"{address}/health", timeout=5),
         ):
             return

@@ -28,8 +28,6 @@ from draftsmith_hs_mooncake.processes import identity
 
 __all__ = ["Settings", "main"]
 
-#: Seconds after which the master forgets a segment whose owner is silent. Until then it gives out its memory.
-_CLIENT_TTL = 3
 _READY_SECONDS = 30.0
 _TRIES = 5
 _POLL_SECONDS = 0.2
@@ -46,6 +44,8 @@ class Settings:
 
     Attributes:
         port, admin_port: 0: one of those that are free.
+        silent_seconds: after which the master forgets a segment whose owner is silent, and all that lies in it. Until
+            then it gives out the memory of an owner that is dead.
         unfinished_seconds: how long the room of an object is kept that was begun and not finished. The store lists it
             nowhere, and nobody can remove it. Longer than any transfer takes.
     """
@@ -56,6 +56,7 @@ class Settings:
     size: int
     protocol: str
     device: str
+    silent_seconds: int = 3
     unfinished_seconds: int = 120
 
     def to_json(self) -> str:
@@ -151,7 +152,7 @@ class Supervisor:
                 f"--rpc_port={port}",
                 f"--metrics_host={settings.host}",
                 f"--metrics_port={admin_port}",
-                f"--client_ttl={_CLIENT_TTL}",
+                f"--client_ttl={settings.silent_seconds}",
                 f"--put_start_discard_timeout_sec={min(30, settings.unfinished_seconds // 2)}",
                 f"--put_start_release_timeout_sec={settings.unfinished_seconds}",
                 "--logtostderr=true",
