@@ -116,7 +116,9 @@ def run_all(
     # Within what tells the other processes: they are to hear of the plugin too.
     with _together(run), naming_plugins():
         if {"prepare", *_TRAINED_ON} & set(wanted):
-            check_attention(run, console if is_first_rank() else None)
+            warning = check_attention(run)
+            if warning is not None and console is not None and is_first_rank():
+                console.print(warning, markup=False, highlight=False, soft_wrap=True)
         if {"prepare", "train"} <= set(wanted):
             check_transport(run)
         if is_first_rank():
@@ -214,18 +216,18 @@ def _run_stages(
     return records
 
 
-def check_attention(run: ResolvedRun, console: Console | None) -> None:
+def check_attention(run: ResolvedRun) -> str | None:
     """Whether the algorithm can use the mask and the form of attention that the recipe chooses.
 
-    Known before anything is made, as is a mask that vLLM does not serve by: *console* is told of it. The rule itself
-    is asked, which takes torch; the defaults need no asking.
+    Known before anything is made, as is a mask that vLLM does not serve by: the line that warns of it is returned. The
+    rule itself is asked, which takes torch; the defaults need no asking.
 
     Raises:
         ConfigError: it cannot, and why.
     """
     form = run.recipe.train.attention
     if run.mask.name == run.algorithm.mask and form == "auto":
-        return
+        return None
     from draftsmith.interfaces import DraftAlgorithm
     from draftsmith.train.served_mask import mask_remark
     from draftsmith.train.setup import build_mask
@@ -233,8 +235,7 @@ def check_attention(run: ResolvedRun, console: Console | None) -> None:
     implementation: type[DraftAlgorithm] = load_reference(run.algorithm.implementation, expected=DraftAlgorithm)
     implementation.check_attention(run.algorithm_options, build_mask(run), form)
     remark = mask_remark(run)
-    if remark is not None and console is not None:
-        console.print(f"warning: mask: {remark}", markup=False, highlight=False, soft_wrap=True)
+    return None if remark is None else f"warning: mask: {remark}"
 
 
 def check_transport(run: ResolvedRun) -> None:

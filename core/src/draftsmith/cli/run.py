@@ -21,14 +21,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     if arguments.check and not arguments.explain:
-        from rich.console import Console
-
         from draftsmith.pipeline import check_attention
         from draftsmith.plugins.blame import naming_plugins
 
         run = common.load_run(arguments.recipe, arguments.overrides, arguments.no_plugin)
         with naming_plugins():
-            check_attention(run, Console())
+            warning = check_attention(run)
+        if warning is not None:
+            print(warning)
         print(f"{arguments.recipe}: nothing wrong")
         return
     last = STAGES.index(arguments.until) if arguments.until else len(STAGES) - 1
