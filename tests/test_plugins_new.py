@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import tomllib
 from pathlib import Path
@@ -16,7 +17,8 @@ from packaging.requirements import Requirement
 
 import draftsmith
 from draftsmith.cli import main
-from draftsmith.plugins.scaffold import KINDS, write_package
+from draftsmith.interfaces import StateLayout
+from draftsmith.plugins.scaffold import KINDS, placeholders, write_package
 from draftsmith.testing.verifiers import make_tiny_verifier
 
 
@@ -49,6 +51,25 @@ def test_the_package_says_with_which_versions_it_works(tmp_path: Path, kind: str
     assert requirement.extras == {"train"}
     assert requirement.specifier.contains(draftsmith.__version__)
     assert not requirement.specifier.contains(f"{int(draftsmith.__version__.partition('.')[0]) + 1}.0")
+
+
+def test_the_transport_removes_what_killed_writers_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_package("left-over", "transport", tmp_path / "package")[0]
+    monkeypatch.syspath_prepend(folder / "src")
+    texts = placeholders("left-over", "transport")
+    written = importlib.import_module(f"{texts['@PACKAGE@']}.transport")
+    (transport_item,) = importlib.import_module(f"{texts['@PACKAGE@']}.plugin").draftsmith_transports()
+    place = tmp_path / "place"
+    transport = getattr(written, texts["@CLASS@"])(transport_item.options(), place)
+    layout = StateLayout(fingerprint="f", layer_ids=(1,), hidden_size=4, dtype="float32")
+    with transport.writer(layout):
+        left = [place / f".{1:032x}.safetensors.17", place / ".layout.17"]
+        for path in left:
+            path.touch()
+    transport.remove_all([f"{1:032x}"])
+    assert all(path.exists() for path in left)  # another writer may be at them
+    transport.remove_all()
+    assert not list(place.iterdir())
 
 
 @pytest.mark.parametrize("name", ["MyIdea", "1st", "my__idea", "my_", "-x", "a b", "../up", "ä", "a.b", ""])

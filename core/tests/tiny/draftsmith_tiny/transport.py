@@ -29,6 +29,8 @@ class Files(HiddenStateTransport):
             if wanted is None or path.stem in wanted:
                 path.unlink()
         if wanted is None:
+            for path in self.location.glob(".*.safetensors.*"):  # of writers that were killed
+                path.unlink(missing_ok=True)
             (self.location / "layout.json").unlink(missing_ok=True)
 
     def _folder(self, layout):
