@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import CheckpointError
-from draftsmith.layer_config import LayerConfig, inherited_rope
+from draftsmith.layer_config import LayerConfig, inherited_rope, override_problems
 from draftsmith.layers import Attention, Mlp, RMSNorm, RotaryEmbedding, RotaryTable, rms_norm, rotate
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -107,6 +107,15 @@ def test_rotary_tables_do_not_depend_on_the_width() -> None:
 )
 def test_only_what_both_sides_compute_alike_is_inherited(given: dict[str, Any], kept: dict[str, Any]) -> None:
     assert inherited_rope(facts(rope_parameters=given)) == {"rope_theta": 5.0, **kept}
+
+
+def test_what_a_scaling_needs_and_the_verifier_does_not_say_is_a_problem() -> None:
+    derived = config(rope_parameters={"rope_type": "yarn", "rope_theta": 5.0})
+    found = [each.what for each in override_problems(derived, None, {})]
+    assert found == [
+        "the rotary scaling 'yarn' needs factor",
+        "the rotary scaling 'yarn' needs original_max_position_embeddings",
+    ]
 
 
 def test_expert_width_is_not_the_drafts() -> None:

@@ -72,7 +72,22 @@ def test_default_layer_ids(layers: int, ids: tuple[int, ...]) -> None:
         ({"layer_overrides": {"rope_theta": 5000}}, "have no rope_theta"),
         ({"layer_overrides": {"rope_parameters": "plain"}}, "not of its kind"),
         ({"layer_overrides": {"rope_parameters": {"rope_type": "funny"}}}, "'funny'"),
-        ({"layer_overrides": {"rope_parameters": {"rope_type": "yarn"}}}, "needs a factor"),
+        ({"layer_overrides": {"rope_parameters": {"rope_type": "yarn"}}}, "needs factor"),
+        (
+            {"layer_overrides": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}},
+            "needs original_max_position_embeddings",
+        ),
+        (
+            {"layer_overrides": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}}},
+            "needs low_freq_factor",
+        ),
+        ({"layer_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}}, "rope_theta is missing"),
+        ({"layer_overrides": {"rope_parameters": None}}, "rope_theta is missing"),
+        (
+            {"layer_overrides": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor: not something that training and vLLM compute alike",
+        ),
+        ({"layer_overrides": {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [8, 4, 4]}}}, "mrope_section"),
         ({"layer_overrides": {"num_attention_heads": "many"}}, "not of its kind"),
     ],
 )
