@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.api import DataFacts
 from draftsmith.errors import CheckpointError
 from draftsmith.interfaces import ExportContext, TensorSpec
 from draftsmith.plugins import load_plugins
 from draftsmith.testing.algorithm import AlgorithmCase, Material, make_material, slot_logits, tiny_case
 from draftsmith_eagle3.checkpoint import Eagle3Checkpoint
-from draftsmith_eagle3.options import Eagle3Options, check, default_layer_ids, requirements
+from draftsmith_eagle3.options import Eagle3Options, check, check_data, default_layer_ids, requirements
 
 Config = dict[str, Any]
 
@@ -99,6 +100,16 @@ def test_options_that_cannot_work(material: Material, options: dict[str, Any], m
 def test_good_options_have_no_problems(material: Material) -> None:
     assert not check(Eagle3Options(), material.facts)
     assert requirements(Eagle3Options(), material.facts).ids(8) == (2, 4, 5, 8)
+
+
+@pytest.mark.parametrize(("longest", "hint"), [(4, None), (3, "choose at most 2"), (1, "prepare longer answers")])
+def test_the_last_step_needs_one_token_more_than_there_are_steps(
+    material: Material, longest: int, hint: str | None
+) -> None:
+    data = DataFacts(token_ids=frozenset({1}), longest_row=64, longest_answer=longest)
+    problems = check_data(Eagle3Options(ttt_steps=3), material.facts, data)
+    assert len(problems) == (hint is not None)
+    assert all("3 steps need 4 tokens" in each.what and str(each.hint).startswith(str(hint)) for each in problems)
 
 
 @pytest.mark.parametrize(
