@@ -91,6 +91,26 @@ def test_rotary_tables_do_not_depend_on_the_width() -> None:
     assert torch.equal(odd.inverse_frequency, even.inverse_frequency)
 
 
+#: Everything that YaRN's tables depend on.
+YARN_IN_FULL = {
+    **YARN,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "attention_factor": 0.8,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "truncate": False,
+}
+
+
+@pytest.mark.parametrize("rope", [YARN_IN_FULL, LLAMA3], ids=["yarn", "llama3"])
+def test_nothing_of_a_scaling_is_lost(rope: dict[str, Any]) -> None:
+    ours = config(rope_parameters=rope)
+    assert ours.rope_parameters == rope
+    assert LayerConfig.from_dict(ours.to_dict()).rope_parameters == rope
+    assert not override_problems(ours, {"rope_parameters": rope}, {})
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
