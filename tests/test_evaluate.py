@@ -277,6 +277,21 @@ def test_more_tokens_than_were_trained(by_heart, prompts_file, registry, tmp_pat
         evaluate(settings(by_heart, prompts_file, num_speculative_tokens=trained + 1), registry, tmp_path / "out")
 
 
+def test_prompts_are_rendered_as_the_checkpoints_data_were(
+    export_draft, tiny_verifier, prompts_file, registry, tmp_path, without_vllm
+):
+    noted = {"template_arguments": {"enable_thinking": False}}
+    made = export_draft(tmp_path / "draft", tiny_verifier, notes=noted)
+    plain = Settings(checkpoint=str(made.folder), prompts=(str(prompts_file),), simulate=True)
+    tokenizer = load_tokenizer(tiny_verifier)
+    for given, wanted in (({}, False), ({"enable_thinking": True}, True)):
+        job = run_module._prepare(attrs.evolve(plain, template_arguments=given), registry, tmp_path / "out")
+        assert job.settings.template_arguments == {"enable_thinking": wanted}
+        for prompt, ids in zip(job.prompts, job.token_ids, strict=True):
+            assert list(ids) == render_prompt(tokenizer, list(prompt.messages), {"enable_thinking": wanted})
+            assert list(ids) != render_prompt(tokenizer, list(prompt.messages), {"enable_thinking": not wanted})
+
+
 def test_a_simulation_of_sampling(by_heart, prompts_file, registry, tmp_path):
     with pytest.raises(UserError, match="greedy answers only"):
         evaluate(settings(by_heart, prompts_file, simulate=True, temperature=0.7), registry, tmp_path / "out")

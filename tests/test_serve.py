@@ -22,6 +22,7 @@ from draftsmith.api import ServingPlan
 from draftsmith.checkpoint.exported import read_config
 from draftsmith.cli import main
 from draftsmith.errors import CheckpointError, ConfigError, ServingError, UserError
+from draftsmith.evaluation.methods import Checkpoint
 from draftsmith.evaluation.metrics import agree, difference
 from draftsmith.evaluation.results import BASELINE, figures, read_evaluation
 from draftsmith.evaluation.run import Settings, evaluate
@@ -136,7 +137,7 @@ def test_what_the_format_asks_for_is_passed_on(exported, registry, monkeypatch):
         environment={"TINKER_MODE": "a b"},
         notes=("Only whole blocks.",),
     )
-    checkpoint = SimpleNamespace(folder=exported.folder, plan=plan, verifier=str(exported.verifier), trained=5)
+    checkpoint = Checkpoint(folder=exported.folder, plan=plan, verifier=str(exported.verifier), trained=5)
     monkeypatch.setattr(serve, "read_checkpoint", lambda folder, registry: checkpoint)
     monkeypatch.setattr(serve, "unsampled_here", lambda: None)
     found = serve_command(exported.folder, registry)
@@ -148,6 +149,18 @@ def test_what_the_format_asks_for_is_passed_on(exported, registry, monkeypatch):
     assert found.notes == ("Only whole blocks.",)
     monkeypatch.setattr(serve, "unsampled_here", lambda: "This vLLM cannot sample.")
     assert serve_command(exported.folder, registry).notes == ("Only whole blocks.", "This vLLM cannot sample.")
+
+
+def test_arguments_of_the_chat_template_are_told(export_draft, tiny_verifier, registry, tmp_path):
+    noted = {"template_arguments": {"enable_thinking": False}}
+    made = export_draft(tmp_path / "draft", tiny_verifier, notes=noted)
+
+    def told(*further):
+        return [each for each in serve_command(made.folder, registry, further=further).notes if "template" in each]
+
+    (note,) = told("--port", "8001")
+    assert """--default-chat-template-kwargs '{"enable_thinking": false}'""" in note
+    assert told("--default-chat-template-kwargs", "{}") == told("--default-chat-template-kwargs={}") == []
 
 
 def test_the_servers_environment_leaves_its_engine_and_the_hub_alone(exported, registry, monkeypatch):

@@ -305,6 +305,24 @@ def test_linear_attention_is_captured_by_transformers_padded_rows_as_others(
         torch.testing.assert_close(together[row, : len(tokens)], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [{"full_attention_interval": 4}, {"linear_num_value_heads": 32}, {"linear_attn_config": {"kda_layers": [1]}}],
+)
+def test_linear_attention_is_known_where_the_list_of_layers_is_left_to_the_class(
+    llama: VerifierFacts, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    """As Qwen3-Next is published."""
+    monkeypatch.setattr(engines, "vllm_problem", lambda: None)
+    monkeypatch.setattr(engines, "hands_out_hidden_states", lambda names: True)
+    published = evolve(llama, text_config=keys)
+    assert choose_engine("auto", published) == "transformers"
+    with pytest.raises(ServingError, match="linear attention"):
+        choose_engine("vllm", published)
+    listed = evolve(published, text_config={**keys, "layer_types": ["full_attention"] * 4})
+    assert choose_engine("auto", listed) == "vllm"
+
+
 def test_sizes_and_times_are_readable() -> None:
     assert [human_bytes(count) for count in (512, 1536, 3 << 20, 5 << 40)] == [
         "512 B",

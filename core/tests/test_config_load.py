@@ -170,6 +170,12 @@ def test_an_empty_file_lacks_everything(tmp_path):
     assert len(problems_of(tmp_path, "")) == 3
 
 
+def test_dates_stay_as_they_are_written(tmp_path):
+    text = MINIMAL + "data: {template_arguments: {date_string: 2024-07-26}}\n"
+    recipe = load_recipe(write(tmp_path, text), ["data.template_arguments.today=2024-07-27"]).recipe
+    assert recipe.data.template_arguments == {"date_string": "2024-07-26", "today": "2024-07-27"}
+
+
 def test_the_recipe_survives_a_round_trip(tmp_path):
     import yaml
 

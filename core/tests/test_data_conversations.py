@@ -49,6 +49,7 @@ def write_jsonl(path: Path, *rows: Any) -> Path:
         {"messages": json.dumps([ASKED, ANSWERED])},
         {"instruction": "2+2?", "output": "4"},
         {"instruction": "2+2?", "input": "", "output": "4"},
+        {"instruction": "2+2?", "context": "", "response": "4", "category": "sums"},
         {"prompt": "2+2?", "completion": "4"},
         {"prompt": "2+2?", "response": "4"},
         {"prompt": [ASKED], "completion": [ANSWERED]},
@@ -63,6 +64,11 @@ def test_the_input_field_of_instructions_is_not_dropped() -> None:
     asked = messages({"instruction": "Translate.", "input": "chat", "output": "cat", "system": "You translate."})
     assert [each["role"] for each in asked] == ["system", "user", "assistant"]
     assert asked[1]["content"] == "Translate.\n\nchat"
+
+
+def test_the_context_of_instructions_is_not_dropped() -> None:
+    asked = messages({"instruction": "Who won?", "context": "Ann won.", "response": "Ann"})
+    assert [each["content"] for each in asked] == ["Who won?\n\nAnn won.", "Ann"]
 
 
 def test_an_instruction_without_an_output_is_a_prompt() -> None:
@@ -118,6 +124,14 @@ def test_tools_as_list_and_as_text_are_the_same() -> None:
     rows = [{"messages": [ASKED, ANSWERED], "tools": each} for each in (tools, json.dumps(tools), tools[0])]
     assert [normalise(row)[1] for row in rows] == [tools] * 3
     assert normalise({"messages": [ASKED, ANSWERED], "tools": "[]"})[1] is None
+
+
+def test_functions_of_the_older_interface_become_tools() -> None:
+    function = {"name": "f", "parameters": {}}
+    tools = [{"type": "function", "function": function}]
+    for given in ([function], json.dumps([function]), function, tools):
+        assert normalise({"messages": [ASKED, ANSWERED], "functions": given})[1] == tools
+    assert normalise({"messages": [ASKED, ANSWERED], "tools": tools, "functions": [{"name": "g"}]})[1] == tools
 
 
 def test_sharegpt_function_calls_become_tool_calls() -> None:

@@ -286,6 +286,8 @@ def test_complete_data_is_reused_and_nothing_else_is(make_run: Any, tmp_path: Pa
         run_prepare(make_run(max_length=99))
     with pytest.raises(FingerprintMismatch, match="template_arguments"):
         run_prepare(make_run(template_arguments={"enable_thinking": True}))
+    with pytest.raises(FingerprintMismatch, match="draft_size"):
+        run_prepare(make_run(draft_size=16))
     with pytest.raises(FingerprintMismatch, match="sources"):
         run_prepare(make_run([*rows, conversation(9)]))
     write(tmp_path / "data.jsonl", rows)

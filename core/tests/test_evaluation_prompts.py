@@ -119,6 +119,12 @@ def test_a_file_of_all_forms(registry, tmp_path):
     assert [each.later for each in prompts] == [(), (), (), (), ("later",), ()]
 
 
+@pytest.mark.parametrize("key", ["input", "context"])
+def test_what_an_instruction_is_about_belongs_to_the_prompt(key):
+    (message,) = prompt_of({"instruction": "Add", key: "1 and 2"}, "mine", "mine:1").messages
+    assert message["content"] == "Add\n\n1 and 2"
+
+
 def test_messages_of_a_user_alone_are_turns():
     """As NVIDIA's prepare.py for SPEED-Bench writes them."""
     said = [{"role": "system", "content": "s"}, *({"role": "user", "content": text} for text in "ab")]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from draftsmith.api import VerifierFacts
 from draftsmith.errors import CheckpointError
-from draftsmith.layer_config import LayerConfig, inherited_rope
+from draftsmith.layer_config import LayerConfig, inherited_rope, override_problems
 from draftsmith.layers import Attention, Mlp, RMSNorm, RotaryEmbedding, RotaryTable, rms_norm, rotate
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -91,6 +91,26 @@ def test_rotary_tables_do_not_depend_on_the_width() -> None:
     assert torch.equal(odd.inverse_frequency, even.inverse_frequency)
 
 
+#: Everything that YaRN's tables depend on.
+YARN_IN_FULL = {
+    **YARN,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "attention_factor": 0.8,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "truncate": False,
+}
+
+
+@pytest.mark.parametrize("rope", [YARN_IN_FULL, LLAMA3], ids=["yarn", "llama3"])
+def test_nothing_of_a_scaling_is_lost(rope: dict[str, Any]) -> None:
+    ours = config(rope_parameters=rope)
+    assert ours.rope_parameters == rope
+    assert LayerConfig.from_dict(ours.to_dict()).rope_parameters == rope
+    assert not override_problems(ours, {"rope_parameters": rope}, {})
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
@@ -107,6 +127,15 @@ def test_rotary_tables_do_not_depend_on_the_width() -> None:
 )
 def test_only_what_both_sides_compute_alike_is_inherited(given: dict[str, Any], kept: dict[str, Any]) -> None:
     assert inherited_rope(facts(rope_parameters=given)) == {"rope_theta": 5.0, **kept}
+
+
+def test_what_a_scaling_needs_and_the_verifier_does_not_say_is_a_problem() -> None:
+    derived = config(rope_parameters={"rope_type": "yarn", "rope_theta": 5.0})
+    found = [each.what for each in override_problems(derived, None, {})]
+    assert found == [
+        "the rotary scaling 'yarn' needs factor",
+        "the rotary scaling 'yarn' needs original_max_position_embeddings",
+    ]
 
 
 def test_expert_width_is_not_the_drafts() -> None:

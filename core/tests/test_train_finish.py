@@ -105,6 +105,12 @@ def test_an_algorithm_without_a_last_hand_leaves_nothing(run):
     assert all(torch.equal(final[name], best[name]) for name in best)
 
 
+def test_the_checkpoint_notes_the_arguments_of_the_chat_template(case, captured):
+    run = case.resolved(captured, ["data.template_arguments={enable_thinking: false}"])
+    assert own_notes(run, 1)["template_arguments"] == {"enable_thinking": False}
+    assert "template_arguments" not in own_notes(case.resolved(captured), 1)
+
+
 def test_gradients_can_be_taken_between_the_rows(run, finishing):
     def finish(self, model, validation):
         for _, scored in validation:

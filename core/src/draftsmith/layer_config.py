@@ -34,6 +34,13 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
         "truncate",
     ),
 }
+#: rope_type → those of its keys that vLLM, or transformers, has no default for.
+_ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": _ROPE_KEYS["llama3"],
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 #: The scalings that a draft may have.
 ROPE_TYPES = tuple(_ROPE_KEYS)
 
@@ -54,7 +61,7 @@ def inherited_rope(verifier: VerifierFacts) -> dict[str, Any]:
         kind = "default"
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": float(given.get("rope_theta") or 10000.0)}
     rope.update({key: given[key] for key in _ROPE_KEYS[kind] if given.get(key) is not None})
-    if kind == "yarn" and "original_max_position_embeddings" not in rope:
+    if kind == "yarn" and rope.get("factor") and "original_max_position_embeddings" not in rope:
         rope["original_max_position_embeddings"] = int(verifier.max_position_embeddings / rope["factor"])
     return rope
 
@@ -334,21 +341,29 @@ def override_problems(
                 hint="set num_attention_heads and num_key_value_heads so that they do",
             )
         )
-    problems += _rope_problems(config, where)
+    problems += _rope_problems(config, given, where)
     problems += _not_taken_over(given, config, own, where)
     if config.head_dim % 2:
         problems.append(Problem(f"a head dimension of {config.head_dim} cannot be rotated: it is odd", where=where))
     return problems
 
 
-def _rope_problems(config: LayerConfig, where: str) -> Iterator[Problem]:
-    kind = config.rope_parameters["rope_type"]
+def _rope_problems(config: LayerConfig, overrides: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    rope, hint = config.rope_parameters, "write rope_parameters whole"
+    kind = rope["rope_type"]
     if kind not in ROPE_TYPES:
         what = f"the rotary scaling {kind!r} is not one that training and vLLM compute alike"
         yield Problem(what, where=where, hint=f"one of {', '.join(ROPE_TYPES)}")
-    elif kind != "default" and config.rope_parameters.get("factor") is None:
-        what = f"the rotary scaling {kind!r} needs a factor"
-        yield Problem(what, where=where, hint="write rope_parameters whole")
+        return
+    for key in _ROPE_NEEDS[kind]:
+        if rope.get(key) is None:
+            yield Problem(f"the rotary scaling {kind!r} needs {key}", where=where, hint=hint)
+    unknown = sorted(rope.keys() - {"rope_type", "rope_theta", *_ROPE_KEYS[kind]})
+    if unknown:
+        what = f"rope_parameters: {', '.join(unknown)}: not something that training and vLLM compute alike"
+        yield Problem(what, where=where, hint="leave it out")
+    if "rope_parameters" in overrides and (overrides["rope_parameters"] or {}).get("rope_theta") is None:
+        yield Problem("rope_parameters: rope_theta is missing", where=where, hint=hint)
 
 
 def _not_taken_over(

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.api import DataFacts
 from draftsmith.errors import CheckpointError
 from draftsmith.interfaces import ExportContext, TensorSpec
 from draftsmith.plugins import load_plugins
 from draftsmith.testing.algorithm import AlgorithmCase, Material, make_material, slot_logits, tiny_case
 from draftsmith_eagle3.checkpoint import Eagle3Checkpoint
-from draftsmith_eagle3.options import Eagle3Options, check, default_layer_ids, requirements
+from draftsmith_eagle3.options import Eagle3Options, check, check_data, default_layer_ids, requirements
 
 Config = dict[str, Any]
 
@@ -72,7 +73,22 @@ def test_default_layer_ids(layers: int, ids: tuple[int, ...]) -> None:
         ({"layer_overrides": {"rope_theta": 5000}}, "have no rope_theta"),
         ({"layer_overrides": {"rope_parameters": "plain"}}, "not of its kind"),
         ({"layer_overrides": {"rope_parameters": {"rope_type": "funny"}}}, "'funny'"),
-        ({"layer_overrides": {"rope_parameters": {"rope_type": "yarn"}}}, "needs a factor"),
+        ({"layer_overrides": {"rope_parameters": {"rope_type": "yarn"}}}, "needs factor"),
+        (
+            {"layer_overrides": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}},
+            "needs original_max_position_embeddings",
+        ),
+        (
+            {"layer_overrides": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}}},
+            "needs low_freq_factor",
+        ),
+        ({"layer_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}}, "rope_theta is missing"),
+        ({"layer_overrides": {"rope_parameters": None}}, "rope_theta is missing"),
+        (
+            {"layer_overrides": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor: not something that training and vLLM compute alike",
+        ),
+        ({"layer_overrides": {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [8, 4, 4]}}}, "mrope_section"),
         ({"layer_overrides": {"num_attention_heads": "many"}}, "not of its kind"),
     ],
 )
@@ -84,6 +100,16 @@ def test_options_that_cannot_work(material: Material, options: dict[str, Any], m
 def test_good_options_have_no_problems(material: Material) -> None:
     assert not check(Eagle3Options(), material.facts)
     assert requirements(Eagle3Options(), material.facts).ids(8) == (2, 4, 5, 8)
+
+
+@pytest.mark.parametrize(("longest", "hint"), [(4, None), (3, "choose at most 2"), (1, "prepare longer answers")])
+def test_the_last_step_needs_one_token_more_than_there_are_steps(
+    material: Material, longest: int, hint: str | None
+) -> None:
+    data = DataFacts(token_ids=frozenset({1}), longest_row=64, longest_answer=longest)
+    problems = check_data(Eagle3Options(ttt_steps=3), material.facts, data)
+    assert len(problems) == (hint is not None)
+    assert all("3 steps need 4 tokens" in each.what and str(each.hint).startswith(str(hint)) for each in problems)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ STATISTICS_BYTES = 8
 _ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 #: Layers whose state runs from left to right alone, so that padding on the right changes nothing before it.
 _LINEAR_LAYERS = {"linear_attention"}
+#: Keys that only configurations with such layers have; published ones may leave the list of layers to their class.
+_LINEAR_KEYS = ("full_attention_interval", "linear_attn_config", "linear_num_key_heads", "linear_num_value_heads")
 #: Keys that only configurations with recurrent or convolutional layers have.
 _RECURRENT_KEYS = (
     "attn_layer_period",
@@ -71,7 +73,9 @@ def check_verifier(facts: VerifierFacts, requirements: CaptureRequirements) -> N
 def has_linear_layers(facts: VerifierFacts) -> bool:
     """Whether the verifier has layers of linear attention, whose states transformers captures and vLLM does not."""
     kinds = facts.text_config.get("layer_types")
-    return isinstance(kinds, (list, tuple)) and bool(_LINEAR_LAYERS & set(map(str, kinds)))
+    if isinstance(kinds, (list, tuple)):
+        return bool(_LINEAR_LAYERS & set(map(str, kinds)))
+    return any(facts.text_config.get(key) is not None for key in _LINEAR_KEYS)
 
 
 def _foreign_layers(text: Mapping[str, Any]) -> str:

@@ -13,7 +13,15 @@ import torch
 
 from draftsmith import __version__
 from draftsmith.checkpoint.card import CARD, model_card
-from draftsmith.checkpoint.exported import CONFIG, OWN_KEY, SCHEMA, TRAINED_AS, WEIGHTS, open_format
+from draftsmith.checkpoint.exported import (
+    CONFIG,
+    OWN_KEY,
+    SCHEMA,
+    TEMPLATE_ARGUMENTS,
+    TRAINED_AS,
+    WEIGHTS,
+    open_format,
+)
 from draftsmith.checkpoint.lint import lint_checkpoint
 from draftsmith.checkpoint.training import load_final_weights, load_weights_into
 from draftsmith.config.structure import plain
@@ -159,7 +167,9 @@ def own_notes(run: ResolvedRun, step: int) -> dict[str, Any]:
     recipe = run.resolved_recipe()
     trained = Stage("train", run.folders.training).record()
     figures = trained.summary.get("finish") if trained is not None else None
+    arguments = dict(run.recipe.data.template_arguments)
     return {
+        **({TEMPLATE_ARGUMENTS: arguments} if arguments else {}),
         **({"finish": figures} if figures else {}),
         "version": __version__,
         "algorithm": run.algorithm.name,

@@ -33,6 +33,7 @@ __all__ = [
     "CONFIG",
     "OWN_KEY",
     "SCHEMA",
+    "TEMPLATE_ARGUMENTS",
     "TRAINED_AS",
     "WEIGHTS",
     "StoredTensor",
@@ -44,6 +45,7 @@ __all__ = [
     "read_tensor",
     "read_tensors",
     "schema_for",
+    "template_arguments_of",
     "unread_files",
     "verifier_of",
     "vocabulary_of",
@@ -56,6 +58,8 @@ OWN_KEY = api.PROJECT_NAME
 TRAINED_AS = "trained_as"
 #: Key below that one: the checkpoint schema that wrote the config, where several read its type.
 SCHEMA = "schema"
+#: Key below that one: arguments of the chat template that the data were rendered with, where there were any.
+TEMPLATE_ARGUMENTS = "template_arguments"
 
 _INTEGER_FORMATS = {"I64": "q", "I32": "i", "U8": "B", "BOOL": "?"}
 
@@ -289,6 +293,12 @@ def verifier_of(config: Mapping[str, Any], where: str | None = None) -> str:
     if not isinstance(name, str) or not name:
         raise CheckpointError("speculators_config.verifier.name_or_path is missing", where=where, hint="export again")
     return name
+
+
+def template_arguments_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments of the chat template that the draft's data were rendered with, as noted at export."""
+    noted = _own(config).get(TEMPLATE_ARGUMENTS)
+    return noted if isinstance(noted, Mapping) else {}
 
 
 def vocabulary_of(tensors: Mapping[str, Tensor], target_size: int) -> VocabularyMap:

@@ -25,7 +25,9 @@ __all__ = ["DEFAULT", "LoadedRecipe", "load_recipe"]
 DEFAULT = "default"
 
 #: libyaml's loader where PyYAML was built with it: several times faster.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Loader: Any = type("_Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
+# A date, such as a chat template's, stays as it is written: no JSON file could hold it otherwise.
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
 
 
 @frozen(kw_only=True)

@@ -1,9 +1,10 @@
 """Conversations, from files in the forms that are in use to one form: a list of chat messages.
 
 A row is an object with ``messages`` (``role`` / ``content``) or ShareGPT's ``conversations`` (``from`` / ``value``),
-with either spelling of the turns; instruction data (``instruction``, ``input``, ``output``); or ``prompt`` with
-``completion`` or ``response``. ``tools`` may stand beside them, as a list or as JSON text; so may ``finish_reason``:
-``"length"`` marks the last answer as cut at the length limit.
+with either spelling of the turns; instruction data (``instruction``, ``input`` or ``context``, ``output`` or
+``response``); or ``prompt`` with ``completion`` or ``response``. ``tools`` (or the older ``functions``) may stand
+beside them, as a list or as JSON text; so may ``finish_reason``: ``"length"`` marks the last answer as cut at the
+length limit.
 
 Nothing is skipped silently: every row of a source is yielded as a :class:`Conversation` or as a :class:`Rejection`
 with its line and reason. The module is free of torch; pyarrow and datasets are imported where they are needed.
@@ -339,7 +340,7 @@ def normalise(
         for message in answers:
             if not str(message["content"]).strip() and not (message.get("tool_calls") or message.get("reasoning")):
                 raise RowRejected("empty_assistant_turn", "an assistant turn has neither content nor tool calls")
-    tools = _tools(row.get("tools"))
+    tools = _tools(row.get("tools")) or _as_tools(_tools(row.get("functions")))
     check_text([messages, tools])
     return messages, tools
 
@@ -366,24 +367,25 @@ def _turns(row: Mapping[str, Any]) -> list[Any]:
         if value is not None:
             return _as_list(value, key)
     if "instruction" in row:
-        asked = [str(row[key]) for key in ("instruction", "input") if row.get(key)]
+        asked = [str(row[key]) for key in ("instruction", "input", "context") if row.get(key)]
         history = [
             {"role": role, "content": text}
             for pair in _as_list(row.get("history") or [], "history")
             for role, text in zip(("user", "assistant"), _as_list(pair, "a pair of history"), strict=False)
         ]
-        return [*history, {"role": "user", "content": "\n\n".join(asked)}, *_answer(row.get("output"))]
+        return [*history, {"role": "user", "content": "\n\n".join(asked)}, *_answer(row, "output", "response")]
     if "prompt" in row:
         prompt = row["prompt"]
         asked_turns = _as_list(prompt, "prompt") if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        answer = next((row[key] for key in ("completion", "response", "output") if row.get(key) is not None), None)
-        return [*asked_turns, *_answer(answer)]
+        return [*asked_turns, *_answer(row, "completion", "response", "output")]
     raise RowRejected(
         "unknown_form", f"none of messages, conversations, instruction, prompt among its keys: {', '.join(row)[:200]}"
     )
 
 
-def _answer(value: Any) -> list[Any]:
+def _answer(row: Mapping[str, Any], *keys: str) -> list[Any]:
+    """The answer under the first of *keys* that has a value, as messages."""
+    value = next((row[key] for key in keys if row.get(key) is not None), None)
     if value is None or value == "":
         return []
     return value if isinstance(value, list) else [{"role": "assistant", "content": value}]
@@ -490,3 +492,10 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowRejected("malformed_tools", "tools must be a list of objects, or the same as JSON text")
     return tools
+
+
+def _as_tools(functions: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The functions of the older interface, each in its wrapping."""
+    if functions is None:
+        return None
+    return [each if "function" in each else {"type": "function", "function": each} for each in functions]

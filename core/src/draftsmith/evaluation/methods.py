@@ -21,7 +21,14 @@ from attrs import evolve, field, frozen
 
 from draftsmith.api import ServingPlan
 from draftsmith.checkpoint.card import speculative_config
-from draftsmith.checkpoint.exported import CONFIG, open_format, read_config, schema_for, verifier_of
+from draftsmith.checkpoint.exported import (
+    CONFIG,
+    open_format,
+    read_config,
+    schema_for,
+    template_arguments_of,
+    verifier_of,
+)
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.evaluation.results import BASELINE
 from draftsmith.evaluation.server import check_server
@@ -59,12 +66,14 @@ class Checkpoint:
 
     Attributes:
         trained: number of tokens that were trained; None where the config does not say.
+        template_arguments: of the chat template, by which the data were rendered that it was trained on.
     """
 
     folder: Path
     plan: ServingPlan
     verifier: str
     trained: int | None
+    template_arguments: Mapping[str, Any] = field(factory=dict)
 
 
 @frozen(kw_only=True)
@@ -108,7 +117,13 @@ def read_checkpoint(folder: Path, registry: PluginRegistry) -> Checkpoint:
     config = read_config(folder)
     where = str(folder / CONFIG)
     plan = open_format(schema_for(config, registry, where)).serving(config)
-    return Checkpoint(folder=folder, plan=plan, verifier=verifier_of(config, where), trained=trained_tokens(config))
+    return Checkpoint(
+        folder=folder,
+        plan=plan,
+        verifier=verifier_of(config, where),
+        trained=trained_tokens(config),
+        template_arguments=template_arguments_of(config),
+    )
 
 
 def plan_methods(

@@ -183,7 +183,7 @@ def _has_conversation(row: Mapping[str, Any]) -> bool:
 
 def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A user's turns in a row that is no conversation; none: leave it to what reads training data."""
-    if row.get("input"):
+    if row.get("input") or ("instruction" in row and row.get("context")):
         return ()  # instruction data with an input of its own
     for key in _KEYS:
         value = row.get(key)

@@ -87,7 +87,7 @@ class Settings:
         draft_sample_method: how drafts sample; None: vLLM's default.
         simulate: also count with the simulator.
         engine: further arguments of the engine, for all methods.
-        template_arguments: of the chat template.
+        template_arguments: of the chat template, beside or in place of those that the checkpoint notes.
     """
 
     checkpoint: str
@@ -212,6 +212,9 @@ def _prepare(settings: Settings, registry: PluginRegistry, folder: Path) -> _Job
     from draftsmith.data.template import check_template_arguments, load_tokenizer
 
     tokenizer = load_tokenizer(verifier.path, trust_remote_code=settings.trust_remote_code)
+    # As the draft's data were rendered: prompts of another form are those of another model to it.
+    arguments = {**own.checkpoint.template_arguments, **settings.template_arguments}
+    settings = evolve(settings, template_arguments=arguments)
     check_template_arguments(tokenizer, settings.template_arguments)
     beyond = max(each.num_speculative_tokens for each in methods)
     longest = verifier.max_position_embeddings - settings.max_tokens - 2 * beyond - 2

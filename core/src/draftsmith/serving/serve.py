@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from draftsmith.plugins import PluginRegistry
 
 __all__ = ["ServeCommand", "serve_command"]
+
+#: Option of vLLM's server: arguments of the chat template for requests that have none of their own.
+_TEMPLATE_DEFAULTS = "--default-chat-template-kwargs"
 
 
 @frozen(kw_only=True)
@@ -122,8 +125,19 @@ def serve_command(
         environment=required_environment(checkpoint.plan),
         findings=tuple(findings),
         schedule=tuple(schedule),
-        notes=(*checkpoint.plan.notes, *filter(None, [unsampled_here()])),
+        notes=(*checkpoint.plan.notes, *_about_template(checkpoint, further), *filter(None, [unsampled_here()])),
     )
+
+
+def _about_template(checkpoint: Checkpoint, further: Sequence[str]) -> Iterator[str]:
+    """What clients must send as well, unless the server has it for its default: other prompts were not trained on."""
+    if checkpoint.template_arguments and not any(each.startswith(_TEMPLATE_DEFAULTS) for each in further):
+        arguments = shlex.quote(json.dumps(dict(checkpoint.template_arguments)))
+        yield (
+            f"The draft was trained on prompts with the chat template's arguments {arguments}, and accepts little "
+            "where requests have others: let clients send them as chat_template_kwargs, or pass "
+            f"{_TEMPLATE_DEFAULTS} {arguments}."
+        )
 
 
 def _shell_free(engine: Mapping[str, Any]) -> list[str]:

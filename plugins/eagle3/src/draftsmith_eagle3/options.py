@@ -11,13 +11,14 @@ from typing import Any, Literal
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, in_, le, optional
 
-from draftsmith.api import CaptureRequirements, Problem, VerifierFacts
+from draftsmith.api import CaptureRequirements, DataFacts, Problem, VerifierFacts
 from draftsmith.layer_config import LayerConfig, layer_id_problems, override_problems
 
 __all__ = [
     "Eagle3Options",
     "NetworkOptions",
     "check",
+    "check_data",
     "default_layer_ids",
     "derived",
     "layer_config",
@@ -126,6 +127,22 @@ def check(options: NetworkOptions, verifier: VerifierFacts) -> Sequence[Problem]
     }
     problems += override_problems(_derived(options, verifier), options.layer_overrides, own)
     return problems
+
+
+def check_data(options: Eagle3Options, verifier: VerifierFacts, data: DataFacts) -> Sequence[Problem]:
+    """Whether some answer reaches every step; where none has two tokens, nothing at all would be trained."""
+    needed = options.ttt_steps + 1
+    if data.longest_answer >= needed:
+        return []
+    most = data.longest_answer - 1
+    return [
+        Problem(
+            f"{options.ttt_steps} steps need {needed} tokens that the verifier wrote one after the other, and no "
+            f"answer has more than {data.longest_answer}: the last steps would never be trained",
+            where="algorithm.options.ttt_steps",
+            hint=f"choose at most {most}, or prepare longer answers" if most >= 1 else "prepare longer answers",
+        )
+    ]
 
 
 def layer_config(options: NetworkOptions, verifier: VerifierFacts) -> LayerConfig:

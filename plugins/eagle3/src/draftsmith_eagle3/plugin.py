@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from draftsmith import api
 from draftsmith.hookspecs import hookimpl
-from draftsmith_eagle3.options import Eagle3Options, check, derived, max_speculative_tokens, requirements
+from draftsmith_eagle3.options import (
+    Eagle3Options,
+    check,
+    check_data,
+    derived,
+    max_speculative_tokens,
+    requirements,
+)
 
 
 @hookimpl
@@ -50,6 +57,7 @@ def draftsmith_algorithms() -> Sequence[api.Algorithm]:
             reduction="local_mean",
             requirements=requirements,
             check=check,
+            check_data=check_data,
             derived=derived,
             max_speculative_tokens=max_speculative_tokens,
             vllm_methods=("eagle3",),
