@@ -277,6 +277,25 @@ class DataFacts:
     longest_row: int
     longest_answer: int
 
+    def unreached(self, count: int, *, option: str, name: str = "steps") -> Sequence[Problem]:
+        """What is wrong where no answer reaches the last of the steps, each of which needs a token more.
+
+        Args:
+            count: of steps, as the algorithm's *option* says.
+            name: what the algorithm calls its steps.
+        """
+        needed, most = count + 1, self.longest_answer - 1
+        if self.longest_answer >= needed:
+            return []
+        return [
+            Problem(
+                f"{count} {name} need {needed} tokens that the verifier wrote one after the other, and no "
+                f"answer has more than {self.longest_answer}: the last {name} would never be trained",
+                where=f"algorithm.options.{option}",
+                hint=f"choose at most {most}, or prepare longer answers" if most >= 1 else "prepare longer answers",
+            )
+        ]
+
 
 @frozen(kw_only=True)
 class ServingPlan:

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from waiting import wait_until
 
 from draftsmith.errors import SampleError, SampleIncomplete, SampleMissing, TransportError
 from draftsmith.interfaces import HiddenStateReader, HiddenStateSample, StateLayout
@@ -50,13 +51,6 @@ def own_store(tmp_path: Path) -> Iterator[TestedStore]:
 
 def sample(number: int, mebibytes: float = 1.0, layout: StateLayout = LAYOUT) -> HiddenStateSample:
     return make_sample(number, layout, tokens=max(1, int(mebibytes * 2**20 / BYTES_A_TOKEN)))
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.01)
 
 
 def python(code: str, *values: Any) -> subprocess.Popen[bytes]:
@@ -169,7 +163,7 @@ def test_the_room_of_what_was_never_finished_is_free_again(tmp_path: Path) -> No
             kill_while_it_puts(store, process, tmp_path / "go", 49 << 20)
         transport.remove_all()
         assert store.usage().used >= 49 << 20
-        wait_until(lambda: store.usage().used == 0, "its room is free")
+        wait_until(lambda: store.usage().used == 0, "its room is free", 30)
 
 
 # --- a store that is full -----------------------------------------------------------------------------------------
@@ -262,7 +256,7 @@ def test_the_owner_of_the_memory_is_killed(own_store: TestedStore, tmp_path: Pat
     assert own_store.now.owner_process != before
     assert own_store.log().count("the segment's owner was ended by SIGKILL: started again") == 1
     transport.remove_all()
-    wait_until(lambda: own_store.all_keys() == [], "no key stays")
+    wait_until(lambda: own_store.all_keys() == [], "no key stays", 30)
 
 
 def test_the_master_is_killed(own_store: TestedStore, tmp_path: Path) -> None:
@@ -304,7 +298,7 @@ def test_the_master_hangs_for_a_while(own_store: TestedStore, tmp_path: Path) ->
         except SampleMissing:  # silent for longer than the master waits, the owner joined anew, without its keys
             assert time.monotonic() - begun > 3
     transport.remove_all()
-    wait_until(lambda: own_store.all_keys() == [], "no key stays")
+    wait_until(lambda: own_store.all_keys() == [], "no key stays", 30)
 
 
 @pytest.mark.slow
@@ -519,5 +513,5 @@ def test_the_store_ends_with_its_supervisor(tmp_path: Path) -> None:
     with running_store(tmp_path / "store") as store:
         note = store.now
         os.kill(note.supervisor["pid"], signal.SIGKILL)
-        wait_until(lambda: is_gone(note.master_process) is True, "the master's end")
-        wait_until(lambda: is_gone(note.owner_process) is True, "the owner's end")
+        wait_until(lambda: is_gone(note.master_process) is True, "the master's end", 30)
+        wait_until(lambda: is_gone(note.owner_process) is True, "the owner's end", 30)

@@ -131,18 +131,7 @@ def check(options: NetworkOptions, verifier: VerifierFacts) -> Sequence[Problem]
 
 def check_data(options: Eagle3Options, verifier: VerifierFacts, data: DataFacts) -> Sequence[Problem]:
     """Whether some answer reaches every step; where none has two tokens, nothing at all would be trained."""
-    needed = options.ttt_steps + 1
-    if data.longest_answer >= needed:
-        return []
-    most = data.longest_answer - 1
-    return [
-        Problem(
-            f"{options.ttt_steps} steps need {needed} tokens that the verifier wrote one after the other, and no "
-            f"answer has more than {data.longest_answer}: the last steps would never be trained",
-            where="algorithm.options.ttt_steps",
-            hint=f"choose at most {most}, or prepare longer answers" if most >= 1 else "prepare longer answers",
-        )
-    ]
+    return data.unreached(options.ttt_steps, option="ttt_steps")
 
 
 def layer_config(options: NetworkOptions, verifier: VerifierFacts) -> LayerConfig:

@@ -70,18 +70,7 @@ def check(options: MtpOptions, verifier: VerifierFacts) -> Sequence[Problem]:
 
 def check_data(options: MtpOptions, verifier: VerifierFacts, data: DataFacts) -> Sequence[Problem]:
     """Whether some answer reaches every step."""
-    needed = options.num_steps + 1
-    if data.longest_answer >= needed:
-        return []
-    most = data.longest_answer - 1
-    return [
-        Problem(
-            f"{options.num_steps} steps need {needed} tokens that the verifier wrote one after the other, and no "
-            f"answer has more than {data.longest_answer}: the last steps would never be trained",
-            where="algorithm.options.num_steps",
-            hint=f"choose at most {most}, or prepare longer answers" if most >= 1 else "prepare longer answers",
-        )
-    ]
+    return data.unreached(options.num_steps, option="num_steps")
 
 
 def _head_problems(family: MtpFamily, verifier: VerifierFacts) -> Iterator[Problem]:

@@ -100,20 +100,10 @@ def check(options: PEagleOptions, verifier: VerifierFacts) -> Sequence[Problem]:
 
 def check_data(options: PEagleOptions, verifier: VerifierFacts, data: DataFacts) -> Sequence[Problem]:
     """Whether some answer reaches every depth, and the mask token is one that does not occur."""
-    problems = []
-    needed = options.num_depths + 1
-    if data.longest_answer < needed:
-        most = data.longest_answer - 1
-        problems.append(
-            Problem(
-                f"{options.num_depths} depths need {needed} tokens that the verifier wrote one after the other, and "
-                f"no answer has more than {data.longest_answer}: the last depths would never be trained",
-                where="algorithm.options.num_depths",
-                hint=f"choose at most {most}, or prepare longer answers" if most >= 1 else "prepare longer answers",
-            )
-        )
-    problems += mask_token_data_problems(mask_token(options, verifier), data)
-    return problems
+    return [
+        *data.unreached(options.num_depths, option="num_depths", name="depths"),
+        *mask_token_data_problems(mask_token(options, verifier), data),
+    ]
 
 
 def _dropped_flags(options: PEagleOptions) -> Iterator[Problem]:
